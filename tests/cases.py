@@ -326,7 +326,8 @@ class Case:
 SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
     "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
-    "querypq-keys", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
+    "freekv-querypq", "kascade-querypq", "querypq-keys", "querypq-page", "recent-few", "tailed-querypq", "topp-querypq",
+    "twostage-querypq", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate",
     "vattention-pages",
 }  # fmt: skip
@@ -442,6 +443,30 @@ CASES = [
     Case("pqcache", lambda: PQCache(8), lambda: PQCache(8)),
     Case("querypq", lambda: QueryPQ(8, 8, share=1.0), lambda: QueryPQ(8, 8, share=1.0)),
     Case("querypq-keys", lambda: QueryPQ(16, 4, "keys", group="each"), lambda: QueryPQ(16, 4, "keys", group="each")),
+    Case(
+        "querypq-page",
+        lambda: QueryPQ(8, 8, share=1.0, group="sum", page=8),
+        lambda: QueryPQ(8, 8, share=1.0, group="sum", page=8),
+    ),
+    Case("tailed-querypq", lambda: Tailed(QueryPQ(8, 8, share=1.0), 8), lambda: Tailed(QueryPQ(8, 8, share=1.0), 8)),
+    Case(
+        "twostage-querypq",
+        lambda: TwoStage(QueryPQ(8, 8, share=1.0), 2, rows=16),
+        lambda: TwoStage(QueryPQ(8, 8, share=1.0), 1, rows=16),
+    ),
+    Case(
+        "topp-querypq",
+        lambda: TopP(QueryPQ(8, 8, share=1.0), 0.9, 48, rows=16),
+        lambda: TopP(QueryPQ(8, 8, share=1.0), 1.0, 1.0, rows=16),
+    ),
+    Case(
+        "kascade-querypq",
+        lambda: Kascade(anchors=[3], inner=QueryPQ(8, 8, share=1.0)),
+        lambda: Kascade(anchors=[3], inner=QueryPQ(8, 8, share=1.0)),
+    ),
+    Case(
+        "freekv-querypq", lambda: FreeKV(QueryPQ(8, 8, share=1.0), 0.0), lambda: FreeKV(QueryPQ(8, 8, share=1.0), 0.0)
+    ),
     Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
     Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
     Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),

@@ -38,7 +38,7 @@ GROUPS = {
     },
     "Prepare": {
         "capture": "Run a model on texts and write its queries, keys and values as traces.",
-        "train": "Train SAAP's centroids and query classifiers on traces.",
+        "train": "Train SAAP's centroids and query classifiers, or querypq's codebooks, on traces.",
         "calibrate": "Calibrate Loki, Double Sparsity or Kascade on traces, or fit a selector's estimates.",
         "models": "List, fetch and remove the models known by name.",
         "info": "Show what runs here and all names (methods, traces, texts), or describe files.",

@@ -1,4 +1,4 @@
-"""`sparseattn train`: SAAP's centroids and query classifiers from traces of many prompts, as an artefact file."""
+"""`sparseattn train`: what SAAP and querypq learn from traces of many prompts, as an artefact file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 import typer
 
 from sparseattn.cli import values
-from sparseattn.cli.progress import progress_bar
-from sparseattn.cli.train_options import TrainOptions
+from sparseattn.cli.progress import progress_bar, progress_of
+from sparseattn.cli.train_options import QUERYPQ, TrainOptions
 from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
 from sparseattn.selectors.parameters.saap_artefact import Artefact
-from sparseattn.training import Progress, train
+from sparseattn.training import Progress, train, train_codes
+from sparseattn.training.query_codes import kept
 from sparseattn.utils.devices import usable_device
 
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
@@ -25,6 +26,9 @@ MADE = ("shares", "filters")  # fields of a recipe that are made of several opti
 
 def run(options: TrainOptions) -> None:
     """Run `sparseattn train`."""
+    if options.method == QUERYPQ:
+        _train_codes(options)
+        return
     recipe, layers = options.recipe, values.integers(options.layers, "--layers")
     place = usable_device(options.device)
     started = time.monotonic()
@@ -45,6 +49,32 @@ def run(options: TrainOptions) -> None:
         )
     if artefact is not None:
         _show(artefact, options, time.monotonic() - started)
+
+
+def _train_codes(options: TrainOptions) -> None:
+    """Write what querypq codes keys by, and say how much of the logits' variance its codes keep."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"--method {QUERYPQ} takes one process, got {os.environ['WORLD_SIZE']} of torchrun")
+    started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
+    with progress_of(f"train {QUERYPQ}") as progress:
+        calibration = train_codes(
+            options.traces, out, options.codes_recipe, layers=layers, device=options.device, progress=progress
+        )
+    seconds, size, shares = time.monotonic() - started, out.stat().st_size, kept(calibration)
+    if options.json:
+        report = {"artefact": str(out), "method": QUERYPQ, "bytes": size, "seconds": round(seconds, 3)}
+        typer.echo(json.dumps({**report, **calibration.meta}))
+        return
+    console = Screen()
+    console.print("share of the logits' variance that codes keep, mean over heads:")
+    console.print("  ".join(f"layer {index} {share:.2f}" for index, share in shares.items()))
+    parts, centroids = next(iter(calibration.layers.values()))["centroids"].shape[1:3]
+    prompts = len(calibration.meta["prompts"])
+    console.print(
+        f"{out}: {len(shares)} layers, {parts} subspaces of {centroids} centroids, {size / 2**20:.1f} MiB, {prompts} "
+        f"prompts, {seconds:.0f} s",
+        soft_wrap=True,
+    )
 
 
 def _show(artefact: Artefact, options: TrainOptions, seconds: float) -> None:

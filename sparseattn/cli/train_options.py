@@ -8,24 +8,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 
 if TYPE_CHECKING:
-    from sparseattn.training import Filters, Recipe
+    from sparseattn.training import CodesRecipe, Filters, Recipe
 
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
+SAAP, QUERYPQ = "saap", "querypq"  # of --method
+BOTH = ("method", "traces", "out", "layers", "sample", "queries", "seed", "device", "json")  # options of both
+CODES = ("subspaces", "bits", "reach")  # of `QUERYPQ` alone; all others are of `SAAP`
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train SAAP on traces of many prompts. The same command resumes a run that was stopped.
+    """Train saap or querypq on traces of many prompts. The same command resumes a run that was stopped.
 
-    `torchrun --nproc-per-node N -m sparseattn train ...` splits the KV heads over N processes.
+    `saap:artefact=FILE` and `querypq:artefact=FILE` use the result. For saap, `torchrun --nproc-per-node N -m
+    sparseattn train ...` splits the KV heads over N processes.
     """
 
     traces: Annotated[list[Path], typer.Argument(help="Trace files of many prompts of one model, or folders of them.")]
-    out: Annotated[Path, typer.Option(help="Trained index to write, NAME.safetensors.")]
+    out: Annotated[Path, typer.Option(help="Trained file to write, NAME.safetensors.")]
+    method: Annotated[
+        str,
+        typer.Option(
+            help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks.",
+            autocompletion=completion.one_of((SAAP, QUERYPQ)),
+        ),
+    ] = SAAP
     held_out: Annotated[
         list[Path] | None,
         typer.Option(
@@ -40,16 +51,21 @@ class TrainOptions:
             help="Number of buckets per head. Default: 1024, or fewer so that a prompt has 32 tokens per bucket."
         ),
     ] = None
-    sample: Annotated[int | None, typer.Option(help="Number of keys that k-means sees. Default: 256 per bucket.")] = (
-        None
-    )
+    sample: Annotated[
+        int | None,
+        typer.Option(help=f"Number of keys that k-means sees. Default: 256 per bucket, for {QUERYPQ} 32768."),
+    ] = None
     iterations: Annotated[int, typer.Option(help="Number of k-means iterations.")] = 25
     hidden: Annotated[int, typer.Option(help="Hidden width of the query classifier.")] = 1024
     steps: Annotated[int, typer.Option(help="Largest number of training steps of the classifier.")] = 2000
     batch: Annotated[int, typer.Option(help="Queries per step, all from one prompt.")] = 1024
     queries: Annotated[
-        int, typer.Option(help="Number of distinct queries that a classifier sees, over all prompts.")
-    ] = 65536
+        int | None,
+        typer.Option(
+            help=f"Number of distinct queries, over all prompts: those that a classifier sees (default: 65536), or for "
+            f"{QUERYPQ} those of each query head that make the metric (default: 8192)."
+        ),
+    ] = None
     keys: Annotated[
         int | None, typer.Option(help="Number of keys per prompt from which targets are computed. Default: all.")
     ] = None
@@ -91,10 +107,22 @@ class TrainOptions:
     reverse: Annotated[bool, typer.Option("--reverse", help="Ablation: use the opposite direction of the KL loss.")] = (
         False
     )
+    subspaces: Annotated[
+        int, typer.Option(help=f"For {QUERYPQ}: number of subspaces per head; 0 means one per 2 * BITS channels.")
+    ] = 0
+    bits: Annotated[int, typer.Option(help=f"For {QUERYPQ}: bits of the code of a subspace, 4 or 8.")] = 4
+    reach: Annotated[
+        float, typer.Option(help=f"For {QUERYPQ}: weight each key by its mean attention to this power, 0 to 1.")
+    ] = 0.5
     save_every: Annotated[int, typer.Option(help="Number of steps between saved states to resume from.")] = 100
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
+        values.check_one_of("--method", self.method, (SAAP, QUERYPQ))
+        for field in fields(self):
+            owner = None if field.name in BOTH else QUERYPQ if field.name in CODES else SAAP
+            if owner not in (None, self.method) and getattr(self, field.name) != field.default:
+                raise ValueError(f"{shared.spelled([field.name])} needs --method {owner}, got --method {self.method}")
         if self.save_every < 1:
             raise ValueError(f"--save-every must be 1 or more, got {self.save_every}")
         if self.short_range and (self.gap is not None or self.near is not None):
@@ -117,4 +145,14 @@ class TrainOptions:
 
         shares = tuple(values.decimals(self.shares, "--shares"))
         others = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in MADE}
+        if self.queries is None:
+            del others["queries"]
         return Recipe(shares=shares, filters=self.filters, **others)
+
+    @property
+    def codes_recipe(self) -> CodesRecipe:
+        """What decides a run of `QUERYPQ`."""
+        from sparseattn.training import CodesRecipe
+
+        given = {name: getattr(self, name) for name in ("sample", "queries") if getattr(self, name) is not None}
+        return CodesRecipe(self.subspaces, self.bits, reach=self.reach, seed=self.seed, **given)

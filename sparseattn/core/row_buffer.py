@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparseattn.utils.huge_pages import on_huge_pages
+
 EMPTY = "this row buffer holds nothing yet: append rows first"
 
 
@@ -157,7 +159,7 @@ class RowBuffer(State):
 
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         lock = self.pinned and like.device.type == "cpu" and torch.cuda.is_available()
-        return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=lock)
+        return on_huge_pages(torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=lock))
 
     def append(self, rows: Tensor) -> None:
         """Appends `rows`, which agree with what is stored in every other dimension."""

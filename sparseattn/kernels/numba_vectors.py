@@ -8,10 +8,12 @@ These functions write LLVM's instructions; numba compiles them into the kernels 
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
 LANES = 16  # of a register of 64 bytes
+LOWEST = float(np.float32(-3e38))  # taken from -inf: -inf less itself is no number
 MAGIC = 1.5 * 2**23  # added to a float32, it leaves the nearest integer in the lowest bits
 # log2(1 + y) / y between sqrt(1/2) and sqrt(2), within 9e-8; 2^f - 1 by powers of f from -1/2 to 1/2, within 2.1e-7.
 LOGARITHM = (

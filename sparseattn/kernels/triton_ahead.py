@@ -26,6 +26,7 @@ from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
 from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
 from sparseattn.kernels.page_directions import gpu as page_directions_gpu
 from sparseattn.kernels.page_directions.reference import Form
+from sparseattn.kernels.product_codes import gpu as product_codes_gpu
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
 from sparseattn.kernels.quantized_keys import packing
 from sparseattn.kernels.topk import gpu as topk_gpu
@@ -228,6 +229,26 @@ def compile_lowbit_ahead(
         *found,
         _compile(quantized_keys_gpu.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes),
     ]
+
+
+def compile_product_codes_ahead(group: int, bits: int, count: int, arch: int = 90) -> list[Compiled]:
+    """As `compile_ahead`, for `querypq`: whole sums of every row of `count` bytes, how far these are below the best,
+    logits of every row, and logits of listed ones. The vote of these is that of `compile_pages_ahead`."""
+    found = []
+    for whole, listed in ((True, False), (False, False), (False, True)):
+        constants, options = product_codes_gpu.launch(-(-group // 2) if whole else group, bits, count, not listed)
+        kind = "*i32" if whole else "*fp32"
+        facts = kind if whole or listed else None
+        arguments: Arguments = [kind, "*u8", "*i1", "*i32" if listed else None, kind, facts, "i32", "i32", "i32"]
+        arguments += [1 << 20, 1 << 16, 1 << 12]  # steps of b, h and a byte
+        tile_bytes = 0 if listed else constants["BLOCK"]
+        row_bytes = count + (5 if listed else 1)
+        found.append(_compile(product_codes_gpu.sum_rows, arguments, constants, options, arch, tile_bytes, row_bytes))
+    constants, options = product_codes_gpu.launch_tops(group)
+    arguments = ["*i32", "*i32", "*i1", "*fp32", "i32", "i32", "i32", "i32"]
+    row_bytes = 4 * constants["LINES"] + 1
+    below = _compile(product_codes_gpu.below_tops, arguments, constants, options, arch, row_bytes=row_bytes)
+    return [found[0], below, *found[1:]]
 
 
 def compile_probes_ahead(span: int, each: int = 1, buckets: int = 1024, arch: int = 90) -> Compiled:

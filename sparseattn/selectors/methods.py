@@ -185,8 +185,7 @@ METHODS = {
         departs="keys after RoPE are turned and balanced over the parts, from a sample of this prompt alone",
         scans="half a bit per channel of every row, and the map of queries",
         builds="the queries' second moment, k-means, and each key's nearest centroids",
-        needs="the prompt's queries; with `metric=keys` nothing",
-        runs="torch, simulated",
+        needs="the prompt's queries, or a file; with `metric=keys` nothing",
     ),
     "sparq": MethodRow(
         "tokens.sparq:SparQ",

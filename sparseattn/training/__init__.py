@@ -1,13 +1,24 @@
-"""Training SAAP, https://arxiv.org/abs/2502.08246: from traces of many prompts to an artefact that selectors load.
+"""Training on traces of many prompts, to files that selectors load: SAAP, https://arxiv.org/abs/2502.08246, and others.
 
 recipe.py what decides a run, prompts.py the traces, kmeans.py the buckets of keys, examples.py what is learned from,
 classifier.py the bucket of a query, validation.py what it is measured by, fit.py its training, partial.py what a killed
-run goes on from, run.py the run. calibrate.py is of other methods: what Loki and Double Sparsity take from traces.
+run goes on from, run.py the run. Of other methods are calibrate.py, what Loki and Double Sparsity take from traces, and
+query_codes.py, what querypq codes keys by.
 """
 
 from sparseattn.training.calibrate import calibrate
 from sparseattn.training.partial import Progress
+from sparseattn.training.query_codes import CodesRecipe, train_codes
 from sparseattn.training.recipe import Filters, Recipe, TrainingError
 from sparseattn.training.run import train
 
-__all__ = ["Filters", "Progress", "Recipe", "TrainingError", "calibrate", "train"]
+__all__ = [
+    "CodesRecipe",
+    "Filters",
+    "Progress",
+    "Recipe",
+    "TrainingError",
+    "calibrate",
+    "train",
+    "train_codes",
+]

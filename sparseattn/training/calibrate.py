@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseattn.cost_model.environment import versions
 from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration
-from sparseattn.training.prompts import load, open_all
+from sparseattn.training.prompts import Prompts, load, open_all
 from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.devices import usable_device
 
@@ -52,11 +52,7 @@ def calibrate(
     """
     if method not in METHODS:
         raise TrainingError(f"a calibration is for one of {', '.join(METHODS)}, got {method!r}")
-    out, statistic, place = Path(out), METHODS[method], usable_device(device)
-    if out.suffix != ".safetensors" or out.is_dir():
-        raise TrainingError(f"a calibration is a .safetensors file, got {out}")
-    if not out.parent.is_dir():
-        raise TrainingError(f"{out} is in a folder that does not exist: {out.parent}")
+    out, statistic, place = output_file(out), METHODS[method], usable_device(device)
     if not roped and statistic.queries:
         raise TrainingError(f"{method} takes keys and queries after RoPE, not before it")
     prompts = open_all(traces, layers, roped)
@@ -73,8 +69,24 @@ def calibrate(
             progress(len(found) * len(prompts.train) + prompts.train.index(prompt) + 1, total)
         solved = [statistic.solved(one) for one in sums]
         found[index] = {name: torch.cat([one[name] for one in solved]) for name in statistic.names}
+    Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta_of(prompts)).save(out)
+    return Calibration.load(out)
+
+
+def output_file(out: str | os.PathLike[str]) -> Path:
+    """Return where a calibration is to be written; TrainingError for what is no .safetensors file of a folder."""
+    path = Path(out)
+    if path.suffix != ".safetensors" or path.is_dir():
+        raise TrainingError(f"a calibration is a .safetensors file, got {path}")
+    if not path.parent.is_dir():
+        raise TrainingError(f"{path} is in a folder that does not exist: {path.parent}")
+    return path
+
+
+def meta_of(prompts: Prompts) -> dict[str, Any]:
+    """Return what a calibration says of where it comes from."""
     shape = next(iter(prompts.shapes.values()))
-    meta = {
+    return {
         "model": prompts.model,
         "config_hash": prompts.config_hash,
         "heads": shape.heads,
@@ -84,5 +96,3 @@ def calibrate(
         "versions": versions(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-    Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta).save(out)
-    return Calibration.load(out)

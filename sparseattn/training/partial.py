@@ -14,16 +14,19 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparseattn.training.prompts import Prompts
-from sparseattn.training.recipe import Recipe, TrainingError
+from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.files import write_atomic
 from sparseattn.utils.json_text import parse_entry, parse_object
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = "sparseattn-saap-state"
 VERSION = "2"
@@ -89,6 +92,10 @@ class Partial:
     def finished(self, layer: int, head: int) -> Path:
         return self.path / f"layer-{layer}.head-{head}.safetensors"
 
+    def layer(self, layer: int) -> Path:
+        """Of a method whose heads are learned together."""
+        return self.path / f"layer-{layer}.safetensors"
+
     def centroids(self, layer: int, head: int) -> Path:
         return self.path / f"layer-{layer}.head-{head}.centroids.safetensors"
 
@@ -111,7 +118,7 @@ class Partial:
             raise TrainingError(f"{path} is damaged; delete it, and the run goes on without it") from error
 
 
-def identity(recipe: Recipe, prompts: Prompts) -> str:
+def identity(recipe: DataclassInstance, prompts: Prompts) -> str:
     """SHA-256 of all that decides the weights, but for rounding: recipe, prompts, layers and torch's version.
 
     And of the version of states: those of another one cannot be read.

@@ -14,6 +14,7 @@ from sparseattn import (
     KVCache,
     Moments,
     QueryBridge,
+    QueryPQ,
     Quest,
     RetrievalAttention,
     Rows,
@@ -29,7 +30,7 @@ from tests.cases import CASES, Case, attention, by_name, drawn
 
 B, H, G, N, D = 2, 2, 3, 200, 32
 KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect", "robustvamana")
-KEPT += ("clse", "ellipsoid", "mean", "pagemass", "quad", "unique")
+KEPT += ("clse", "ellipsoid", "mean", "pagemass", "quad", "querypq", "unique")
 
 
 def prefilled(selector: Selector, folder: Path | None = None, seed_rows: int = N, **settings) -> KVCache:
@@ -240,6 +241,10 @@ def small_bridge() -> Selector:
     return QueryBridge(neighbours=10, guides=5)
 
 
+def small_codes() -> Selector:
+    return QueryPQ(4, sample=64)
+
+
 def put(name: str, place: tuple, value: object):
     """Changes one entry of a tensor, of whatever dtype."""
 
@@ -291,6 +296,10 @@ WRONG = [
     (small_bridge, put("valid", (0, 0), False), "valid is not that of the rows shown"),
     (small_bridge, put("scores", (0, 0, 0, 9), torch.nan), "no numbers"),
     (small_bridge, put("direction", (0, 0, 0, 0), torch.inf), "direction has entries that are not finite"),
+    (small_codes, lambda s: s.pop("turn"), "where back, centre, centroids, codes, known, turn are wanted"),
+    (small_codes, lambda s: s.update(codes=s["codes"][..., :-1].contiguous()), r"codes is .*\[2, 2, 2, 127\], wanted"),
+    (small_codes, put("centroids", (0, 0, 0, 0, 0), torch.inf), "centroids has entries that are not finite"),
+    (small_codes, put("known", (1, 0), False), "known is not that of the rows shown"),
     *(
         (made, change, sentence)
         for made in (lambda: drawn(SAAP, context=0.5), lambda: drawn(KMeans), lambda: drawn(Moments))

@@ -25,6 +25,7 @@ from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
 from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
 from sparseattn.kernels.page_directions import dispatch as page_directions
 from sparseattn.kernels.page_directions import gpu as page_directions_gpu
+from sparseattn.kernels.product_codes import gpu as product_codes_gpu
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
 from sparseattn.kernels.topk import gpu as topk_gpu
@@ -61,6 +62,7 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
             (topk_gpu, "best_pages"),
             (bucket_spans_gpu, "spans"),
             (listed_scores_gpu, "scores"),
+            *((product_codes_gpu, launch) for launch in ("_sums", "_below", "vote_tiles")),
         ):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         # Interpreted, lowbit's kernels take a minute here; tests/kernels/test_quantized_keys_gpu.py has them.

@@ -48,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BUCKETS = {"kascade", "kmeans", "moments", "saap"}  # of a model, which a file is for
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
-LEARN |= {"robustvamana", "snapkv"}
+LEARN |= {"querypq", "robustvamana", "snapkv"}
 
 
 def run(trace: Path, out: Path, *more: str) -> Result:

@@ -74,6 +74,8 @@ PAGES = [
     ("float32", 256, 17, "each", "table"),
 ]
 PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
+# G, bits of a code, bytes of a row: product codes. The first is compiled with the others, the rest in the slow run.
+PRODUCT_CODES = [(4, 4, 8), (1, 4, 4), (3, 4, 2), (4, 8, 8), (5, 8, 4), (16, 8, 16), (17, 4, 64), (2, 8, 128)]
 LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
 # dtype, D, G, bits, rows of a group, page, vote, bits of levels, with a table: every vote and number of bits, and where
 # a tile is largest.
@@ -156,7 +158,23 @@ def compile_all(arch: int) -> Rows:
         for name, found in zip(names, built, strict=True):
             what = {"dtype": dtype, "D": size, "G": group, "bits": bits, "rows": each, "page": page, "vote": vote}
             keep(name, found, **what, scales=scales, table=table and name == "score_rows")
+    rows += compile_product_codes(arch, PRODUCT_CODES[:1])
     return [*rows, *compile_directions(arch, DIRECTIONS[:1]), *compile_coded(arch, CODED[:1])]
+
+
+def compile_product_codes(arch: int, variants: list[tuple[int, int, int]]) -> Rows:
+    from sparseattn.kernels import triton_ahead
+
+    rows: Rows = []
+    tables, listed = {"dtype": "float32"}, {"dtype": "float32", "listed": True}
+    launches = (("sum_rows", {"dtype": "int32"}), ("below_tops", {"dtype": "int32"}), ("sum_rows", tables))
+    for group, bits, count in variants:
+        built = triton_ahead.compile_product_codes_ahead(group, bits, count, arch)
+        for (kernel, what), found in zip((*launches, ("sum_rows", listed)), built, strict=True):
+            rows.append(
+                {"arch": arch, "kernel": kernel, "G": group, "bits": bits, "bytes": count, **what, **vars(found)}
+            )
+    return rows
 
 
 def compile_directions(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
@@ -203,6 +221,8 @@ def compile_a_launch() -> Rows:
     from sparseattn.kernels.page_bounds.bounds import PageBounds
     from sparseattn.kernels.page_directions import gpu as page_directions_gpu
     from sparseattn.kernels.page_directions.reference import Form, encode
+    from sparseattn.kernels.product_codes import gpu as product_codes_gpu
+    from sparseattn.kernels.product_codes.codes import ProductCodes
     from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
     from sparseattn.kernels.quantized_keys import packing
     from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
@@ -231,6 +251,7 @@ def compile_a_launch() -> Rows:
             (topk_gpu, ["name_pages"]),
             (bucket_spans_gpu, ["cut_runs"]),
             (listed_scores_gpu, ["score_listed"]),
+            (product_codes_gpu, ["sum_rows", "below_tops"]),
             (quantized_keys_gpu, ["score_rows", "score_listed_rows"]),
             (page_directions_gpu, ["score_directions"]),
             (attend_quantized_gpu, ["attend_codes"]),
@@ -275,6 +296,10 @@ def compile_a_launch() -> Rows:
         attend_quantized_gpu.attend(
             query, attend_quantized_reference.encode(cache, cache, 8, 32), selection, 0.1, splits=3
         )
+        by_code = ProductCodes(torch.zeros(2, 2, 8, 512, dtype=torch.uint8), 4, valid)
+        product_codes_gpu.nearest(torch.zeros(2, 2, 4, 16, 16, dtype=torch.uint8), by_code)
+        product_codes_gpu.logits(torch.zeros(2, 2, 4, 16, 16), by_code)
+        product_codes_gpu.voted(torch.zeros(2, 2, 4, 16, 16), by_code, torch.zeros(2, 2, 1, dtype=torch.int32))
     facts = [
         triton_ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
         triton_ahead.compile_merge_ahead(torch.bfloat16, 128),
@@ -293,6 +318,8 @@ def compile_a_launch() -> Rows:
         triton_ahead.compile_directions_ahead(torch.bfloat16, 128, 4, plain, "sum", table=True),
         triton_ahead.compile_coded_ahead(torch.bfloat16, 128, 16, 4),
         triton_ahead.compile_merge_ahead(torch.bfloat16, 128),
+        *triton_ahead.compile_product_codes_ahead(4, 4, 8),
+        triton_ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4)[1],  # the vote
     ]
     return [
         {"launched": vars(triton_ahead.report(kernel, known.vector_loads, known.row_bytes)), "ahead": vars(known)}
@@ -327,7 +354,7 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 def test_every_variant_compiles(compiled: Rows) -> None:
     softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _, _ in LOWBIT)
     each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT)
-    each += 2  # the first of `DIRECTIONS` and of `CODED`
+    each += 2 + 4  # the first of `DIRECTIONS` and of `CODED`, and four launches of the first of `PRODUCT_CODES`
     assert len(compiled) == each
 
 
@@ -375,6 +402,24 @@ def test_codes_of_a_few_bits_are_loaded_sixteen_bytes_at_once(compiled: Rows) ->
         assert row["loads"]["16"] >= max(row["vector_loads"], 1), row
 
 
+def test_codes_of_rows_in_order_are_loaded_several_at_once(compiled: Rows) -> None:
+    """As many as a thread has: 8 of 1,024 rows, 4 of 512. Lists of rows are read byte by byte."""
+    seen = [row for row in compiled if row["kernel"] == "sum_rows" and not row.get("listed")]
+    assert len(seen) == 2
+    for row in seen:
+        assert row["loads"]["1"] <= 8, "which rows are valid"
+        assert row["loads"]["8" if row["dtype"] == "int32" else "4"] >= 1, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 100], ids="sm_{}".format)
+def test_product_codes_of_every_form_compile_without_spills(arch: int) -> None:
+    rows = elsewhere(f"products-{arch}")
+    assert len(rows) == 4 * len(PRODUCT_CODES)
+    test_nothing_spills(rows)
+    test_shared_memory_lets_two_programs_run_on_a_multiprocessor(rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90, 100], ids="sm_{}".format)
 def test_every_form_of_directions_compiles_without_spills(arch: int) -> None:
@@ -415,6 +460,8 @@ if __name__ == "__main__":
         print(json.dumps(compile_a_launch()))
     elif sys.argv[1].startswith("directions-"):
         print(json.dumps(compile_directions(int(sys.argv[1].removeprefix("directions-")), DIRECTIONS)))
+    elif sys.argv[1].startswith("products-"):
+        print(json.dumps(compile_product_codes(int(sys.argv[1].removeprefix("products-")), PRODUCT_CODES)))
     elif sys.argv[1].startswith("coded-"):
         print(json.dumps(compile_coded(int(sys.argv[1].removeprefix("coded-")), CODED)))
     else:

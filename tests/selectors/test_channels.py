@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], tmp_path
         filled(Loki(artefact=str(file)), keys)
     with pytest.raises(CalibrationError, match=r"was made with a RoPE of 14 dimensions .* here applies no RoPE"):
         filled(Loki(artefact=str(file)), keys[:, :2])
-    with pytest.raises(CalibrationError, match=r"nowhere is no calibration file \(`sparseattn calibrate` makes one\)"):
+    with pytest.raises(CalibrationError, match=r"nowhere is no calibration file \(`sparseattn calibrate`, or `train`"):
         Loki(artefact="nowhere")
     with pytest.raises(CalibrationError, match="but not a calibration"):
         Loki(artefact=str(traces[0]))

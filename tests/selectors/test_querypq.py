@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparseattn import KVCache, QueryPQ, evaluate, make_selector
+from sparseattn import KVCache, Mass, QueryPQ, evaluate, make_selector
+from sparseattn.core.step_cost import Shape, step_cost
+from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_kmeans import by_torch, product_codebooks
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.parameters.query_metric import balanced, dealt, metric_of, reached
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -77,6 +80,102 @@ def test_bytes_are_the_codes_of_every_row_and_what_a_query_is_turned_by() -> Non
         cache.seal()
         found = cache.select(query[:, :, :, -1].bfloat16(), 16)
         assert found.scan_bytes.tolist() == [[320 * row + 2 * 64 * (centroids + 64) + 4 * 64] * 2]
+
+
+def test_rows_sealed_later_are_coded_with_the_prompts_books_and_change_none() -> None:
+    """However far they lie from what the books were learned on: nothing learns them anew."""
+    query, keys, values = attention(2, 2, 3, 400, 64)
+    keys[:, :, 200:] *= 3
+    cache = KVCache(QueryPQ(share=0.5), sink=0, window=0, seal=20)
+    cache.append(keys[:, :, :200], values[:, :, :200], query[:, :, :, :200])
+    cache.seal()
+    selector = cache.selector
+    books = {name: getattr(selector, name).data.clone() for name in ("centre", "turn", "back", "centroids", "known")}
+    first = selector.codes.data.clone()
+    for t in range(200, 400, 25):
+        cache.append(keys[:, :, t : t + 25], values[:, :, t : t + 25], query[:, :, :, t : t + 25])
+        cache.seal()
+    assert all(torch.equal(getattr(selector, name).data, held) for name, held in books.items())
+    assert torch.equal(selector.codes.data[..., :200], first)
+    turned = (keys - books["centre"][:, :, None]) @ books["turn"].mT
+    assert torch.equal(codebooks.paired(codebooks.nearest(turned, books["centroids"])).mT, selector.codes.data)
+
+
+def test_pages_weigh_what_their_rows_weigh_by_code() -> None:
+    query, keys, values = attention(2, 2, 3, 400, 64)
+    caches = []
+    for page in (1, 16):
+        caches.append(KVCache(QueryPQ(share=1.0, page=page), sink=0, window=0, seal=16))
+        caches[-1].append(keys, values, query)
+        caches[-1].seal()
+    asked, (rows, pages) = query[:, :, :, -1], caches
+    assert torch.equal(rows.selector.codes.data, pages.selector.codes.data)
+    weights = rows.selector.logits(asked, rows.search.step().valid).softmax(3).sum(2)  # [B,H,N]
+    wanted = weights.unflatten(2, (-1, 16)).sum(3).topk(4).indices.sort(2).values * 16
+    found = pages.select(asked, 64)
+    assert (found.span, found.whole) == (16, True)
+    assert torch.equal(found.start.sort(2).values, wanted.int())
+    assert bool((pages.select(asked, Mass(0.3, 256)).attended < pages.select(asked, Mass(0.99, 256)).attended).all())
+    with pytest.raises(ValueError, match="a page is a power of two rows, or 1, got 12"):
+        QueryPQ(page=12)
+
+
+def test_a_budget_may_be_a_mass_and_a_tail_stands_for_what_codes_leave_out() -> None:
+    query, keys, values = attention(1, 2, 3, 404, 64)
+    asked, chosen = query[:, :, :, -1], []
+    for spec in ("querypq:share=1.0", "tailed:inner=[querypq:share=1.0],rows=32"):
+        cache = KVCache(make_selector(spec), sink=4, window=16, seal=32)
+        cache.append(keys, values, query)
+        cache.seal()
+        chosen.append(cache.select(asked, 32))
+        if cache.selector.estimates:
+            few, many = (cache.select(asked, Mass(share, 256)).attended for share in (0.3, 0.99))
+            assert bool((few < many).all())
+    assert torch.equal(chosen[0].rows, chosen[1].rows)
+    tail = cache.selector.tail(asked, cache.search.step(), chosen[1])
+    assert int(tail.selection.attended[0, 0]) == 384 // 32, "no group is read whole"
+
+
+@pytest.mark.parametrize("group", ["sum", "each"])
+def test_a_stage_a_prune_and_layers_that_follow_choose_by_codes(group: str) -> None:
+    """What a first stage of codes proposes is what codes alone would read at so many times the budget."""
+    query, keys, values = attention(1, 2, 3, 448, 64)
+
+    def filled(spec: str) -> KVCache:
+        cache = KVCache(make_selector(spec), sink=0, window=0, seal=64)
+        cache.append(keys, values, query)
+        cache.seal()
+        return cache
+
+    asked, alone = query[:, :, :, -1], filled(f"querypq:share=1.0,group={group}")
+    wide = alone.select(asked, 128).rows
+    for spec in (
+        f"twostage:pages=[querypq:share=1.0,group={group}],times=4,group={group}",
+        f"topp:inner=[querypq:share=1.0,group={group}],p=0.5,propose=128",
+    ):
+        rows = filled(spec).select(asked, 32).rows
+        rows, own = (part.repeat_interleave(6 // part.shape[1], 1) for part in (rows, wide))
+        assert bool((rows >= 0).any())
+        assert bool(((rows[..., None] == own[:, :, None]).any(-1) | (rows < 0)).all()), spec
+    plain = filled(f"freekv:inner=[querypq:share=1.0,group={group}],tau=1.0").select(asked, 32).rows
+    assert torch.equal(plain.sort(-1).values, alone.select(asked, 32).rows.sort(-1).values)
+
+
+def test_it_may_serve_some_heads_of_a_plan() -> None:
+    trace = synthetic(600, heads=2, group=2, size=64)
+    mixed = evaluate(trace, Roles({0: ["window", "querypq"]}), 40, last=4)
+    alone = evaluate(trace, "querypq", 40, last=4)
+    assert torch.equal(mixed.heads["recall@10"][:, 2:], alone.heads["recall@10"][:, 2:])
+
+
+def test_its_step_costs_what_its_codes_take() -> None:
+    shape = Shape(1, 8, 4, 128)
+    four, eight = (step_cost(make_selector(f"querypq:{more}"), shape, 131_072, 2048) for more in ("bits=4", "bits=8"))
+    lowbit = step_cost(make_selector("lowbit"), shape, 131_072, 2048)
+    assert four.scan_bytes == 8 * ((131_072 - 68) * 8 + 2 * 128 * (16 + 128) + 4 * 128)
+    assert eight.scan_bytes - four.scan_bytes == 8 * 2 * 128 * 240
+    assert four.scan_bytes < lowbit.scan_bytes / 3
+    assert four.rows == 2048 + 68
 
 
 def test_without_a_sampled_query_keys_ask_and_a_warning_says_so() -> None:

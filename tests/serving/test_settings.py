@@ -39,6 +39,7 @@ class Dropping(Evicts, Quest):
         ({**GIVEN, "selector": "qest"}, r"no selector is called 'qest' \(did you mean 'quest'"),
         ({**GIVEN, "selector": "quest:pages=16"}, "pages"),
         ({**GIVEN, "selector": "exact"}, r"kept by page, and exact has another kind of index: serve quest"),
+        ({**GIVEN, "selector": "querypq"}, r"kept by page, and querypq has another kind of index: serve quest"),
         ({**GIVEN, "selector": "lowbit"}, "'lowbit' cannot be served: it chooses single rows: give it pages"),
         ({**GIVEN, "selector": "quest:int8=True"}, "cannot be served: its 8-bit bounds have one step for a channel"),
         ({**GIVEN, "selector": "lowbit:page=16,scales=8"}, "cannot be served: its 8-bit levels are on a grid"),

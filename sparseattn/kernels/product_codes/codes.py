@@ -1,4 +1,4 @@
-"""Product codes of the stored rows, as kernels read them, and a step's tables rounded to 8 bits."""
+"""What kernels read: product codes of the stored rows, a step's tables, and these tables rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparseattn.kernels import codebooks
+
 MORE = 4  # candidates for every row that is chosen
+BLOCK = 64  # rows that kernels take at once
+APART, FEW = 16, 64  # blocks, see `blocks_apart`
 LEVELS = 255  # steps of a rounded table
 MOST = 128  # subspaces: a sum of so many rounded numbers fits 15 bits
 
@@ -28,6 +32,25 @@ class ProductCodes:
     valid: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """What each code of a subspace adds to a step's logits, by what that is made of.
+
+    Args:
+        query: `[B,H,G,D]` float32, over the temperature.
+        turn: `[B,H,D,D]`, the map of queries to the space of the centroids, of stored dtypes.
+        centroids: `[B,H,M,2^bits,D/M]`, of the same dtype.
+    """
+
+    query: Tensor
+    turn: Tensor
+    centroids: Tensor
+
+    def numbers(self) -> Tensor:
+        """Return them, `[B,H,G,M,2^bits]` float32."""
+        return codebooks.products(self.query @ self.turn.float().mT, self.centroids)
+
+
 def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tables rounded to 8 bits, with one step for all query heads of a KV head, so that these compare.
 
@@ -44,3 +67,16 @@ def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = (most - least).amax((2, 3, 4)) / LEVELS  # [B,H]
     scale = torch.where(step > 0, step, 1)[:, :, None, None, None]
     return ((tables - least) / scale).round_().clamp_(max=LEVELS).to(torch.uint8), step, least.sum((3, 4))
+
+
+def blocks_apart(rows: int) -> int:
+    """Return how many blocks on the next block of the sample is: 16; fewer where these would be fewer than 64."""
+    return max(1, min(rows // BLOCK // FEW, APART))
+
+
+def sampled(rows: int) -> Tensor:
+    """Return the rows `[n]` int64 among which a query head's best is the one that others are compared with: those of
+    every 16th whole block; of fewer than 1,024 blocks of more, 64 or all; the only rows where no block is whole."""
+    whole = rows // BLOCK
+    blocks = torch.arange(0, whole, blocks_apart(rows))
+    return (BLOCK * blocks[:, None] + torch.arange(BLOCK)).flatten() if whole else torch.arange(rows)

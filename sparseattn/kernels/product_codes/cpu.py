@@ -1,7 +1,7 @@
 """Logits of rows, and the best rows, by product codes of their keys, compiled by numba for the CPU.
 
-A KV head is one thread's work, of all of its query heads: two passes over its codes find how far each row is below the
-best, its candidates vote, and what a thread needs stays in its cache.
+A KV head is one thread's work, of all of its query heads. A sample of its blocks tells about how good the candidates
+are. One pass over its codes lists what is as good, with its rounded sums, and these alone are looked at again and vote.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
@@ -9,6 +9,7 @@ best, its candidates vote, and what a thread needs stays in its cache.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,103 +17,247 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from sparseattn.kernels.group_vote.cpu import vote_of_group
+from sparseattn.kernels.group_vote.cpu_vectors import vote_of_list
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import storage_of
+from sparseattn.kernels.numba_rows import FAST, LOG2E, dot, dot4, storage_of
 from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_threads
-from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, rounded
-from sparseattn.kernels.product_codes.cpu_sums import BLOCK, SHUFFLES, below_tops, raise_tops, shuffled_sums
+from sparseattn.kernels.numba_vectors import LANES
+from sparseattn.kernels.product_codes.codes import BLOCK, LEVELS, MORE, MOST, ProductCodes, Tables, blocks_apart
+from sparseattn.kernels.product_codes.cpu_sums import (
+    NONE,
+    ROW_AT,
+    SHUFFLES,
+    list_rows,
+    listed_logits,
+    raise_tops,
+    sums_of_block,
+    within,
+)
 from sparseattn.kernels.topk.cpu import best as best_of
 
-PAIRS = 2  # of query heads, whose sums of 16 bits a number of 64 bits holds
-BELOW_ALL = 0x7FFF  # the best sum of a query head that is not there
+TOPS = 32  # numbers that `raise_tops` writes for a query head
+ALL = NONE - 1  # no valid row is farther below the best
+COARSE = 3  # bits that a bin of the first histogram leaves out
+
+
+@njit(fastmath=set(FAST))
+def _tables(query, turn, turn_at, centroids, centroids_at, shape, turned, out):
+    """`out` `[G,M,K]` float32: what codes add to the logits of a KV head's queries `[G*D]` float32.
+
+    turn, centroids: flat, stored as `numba_rows` has them, from these places on; shape: G, M, K and d; turned: `[G*D]`,
+    which is written.
+    """
+    share, subspaces, entries, size = shape
+    wide = subspaces * size
+    for d in range(wide):
+        g = 0
+        while share - g >= 4:
+            first = g * wide
+            (
+                turned[first + d], turned[first + wide + d], turned[first + 2 * wide + d], turned[first + 3 * wide + d]
+            ) = dot4(query, first, turn, turn_at + d * wide, wide)  # fmt: skip
+            g += 4
+        while g < share:
+            turned[g * wide + d] = dot(query, g * wide, turn, turn_at + d * wide, wide)
+            g += 1
+    for m in range(subspaces):
+        for k in range(entries):
+            at = centroids_at + (m * entries + k) * size
+            for g in range(share):
+                out[g, m, k] = dot(turned, g * wide + m * size, centroids, at, size)
 
 
 @njit
-def _added(codes, at, step, count, bits, fours, first, sums):
-    """`sums[4 f: ...]`, pairs of query heads of 64 rows as `shuffled_sums` has them, by tables of four heads: `fours`
-    `[lists,F,M,K]` uint64."""
-    tables = fours[first]
-    for f in range(len(tables)):
-        for n in range(BLOCK):
+def _round(tables, names):
+    """Round the tables `[G,M,K]` float32 of a KV head to `names` `[G,M or M + 1,K]` uint8, and return the step."""
+    share, subspaces, entries = tables.shape
+    step = np.float32(0)
+    least = np.empty((share, subspaces), np.float32)
+    for g in range(share):
+        for m in range(subspaces):
+            low, high = tables[g, m, 0], tables[g, m, 0]
+            for k in range(entries):
+                low, high = min(low, tables[g, m, k]), max(high, tables[g, m, k])
+            least[g, m] = low
+            step = max(step, (high - low) / np.float32(LEVELS))
+    scale = step if step > 0 else np.float32(1)
+    names[:] = 0
+    for g in range(share):
+        for m in range(subspaces):
+            for k in range(entries):
+                names[g, m, k] = np.uint8(min(np.rint((tables[g, m, k] - least[g, m]) / scale), np.float32(LEVELS)))
+    return step
+
+
+@njit
+def _added(codes, at, step, count, bits, names, sums, tops, near):
+    """As `sums_of_block`, where no shuffle looks codes up: four query heads' sums in a number of 64 bits."""
+    share, near[:] = names.shape[0], NONE
+    for first in range(0, share, 4):
+        four = np.zeros((names.shape[1], names.shape[2]), np.uint64)
+        for g in range(min(4, share - first)):
+            for m in range(names.shape[1]):
+                for k in range(names.shape[2]):
+                    four[m, k] |= np.uint64(names[first + g, m, k]) << np.uint64(16 * g)
+        for lane in range(BLOCK):
             total = np.uint64(0)
             for r in range(count):
-                code = codes[at + r * step + n]
+                code = codes[at + r * step + ROW_AT[lane]]
                 if bits == 8:
-                    total += tables[f, r, code]
+                    total += four[r, code]
                 else:
-                    total += tables[f, 2 * r, code & 15] + tables[f, 2 * r + 1, code >> 4]
-            sums[PAIRS * f * BLOCK + n] = np.uint32(total & np.uint64(0xFFFFFFFF))
-            sums[(PAIRS * f + 1) * BLOCK + n] = np.uint32(total >> np.uint64(32))
+                    total += four[2 * r, code & 15] + four[2 * r + 1, code >> 4]
+            for g in range(min(4, share - first)):
+                one = np.int64((total >> np.uint64(16 * g)) & np.uint64(0xFFFF))
+                sums[(first + g) * BLOCK + lane] = one
+                near[lane] = min(np.int64(near[lane]), np.int64(tops[first + g]) - one)
 
 
 @njit
-def _sums_of_block(codes, at, step, count, bits, pairs, fours, which, sums):
-    """Of 64 rows the sums of every pair of query heads, `sums` `[P,64]` flat; pairs: `[lists,P,M,16]` uint32 or, where
-    tables do not lie in registers, with M 0."""
-    size = pairs.shape[2]
-    if size:
-        flat, own = pairs.reshape(-1), pairs.shape[1]
-        for p in range(own):
-            shuffled_sums(codes, at, step, count, flat, (which * own + p) * size * 16, sums, p * BLOCK)
-    else:
-        _added(codes, at, step, count, bits, fours, which, sums)
+def _sample(codes, at, step, count, bits, names, valid, apart, more):
+    """Return the best sum of each query head in a sample, every `apart`-th block, `[G]` uint16, and about how far below
+    these the `more`-th of all rows is, or a little more."""
+    share, blocks, flat, size = names.shape[0], len(valid) // BLOCK, names.reshape(-1), names[0].size
+    sums, near = np.empty(share * BLOCK, np.uint16), np.empty(BLOCK, np.int16)
+    tops, best = np.zeros(share * TOPS, np.uint16), np.zeros(share, np.uint16)
+    for block in range(0, blocks, apart):
+        if SHUFFLES > 0 and bits == 4:
+            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, sums, best, near)
+        else:
+            _added(codes, at + block * BLOCK, step, count, bits, names, sums, best, near)
+        raise_tops(sums, share, valid, block * BLOCK, tops)
+    for g in range(share):
+        best[g] = tops[g * TOPS : (g + 1) * TOPS].max()
+    bins = np.zeros((MOST * LEVELS >> COARSE) + 1, np.int32)
+    for block in range(0, blocks, apart):
+        if SHUFFLES > 0 and bits == 4:
+            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, sums, best, near)
+        else:
+            _added(codes, at + block * BLOCK, step, count, bits, names, sums, best, near)
+        for lane in range(BLOCK):
+            if valid[block * BLOCK + ROW_AT[lane]]:
+                bins[near[lane] >> COARSE] += 1
+    found, needed = 0, more / apart
+    needed += 2 * np.sqrt(needed) + 1
+    for edge in range(len(bins)):
+        found += bins[edge]
+        if found >= needed:
+            return best, (edge + 1 << COARSE) - 1
+    return best, ALL
 
 
 @njit
-def _tail(codes, at, step, count, valid, mark, rows, own, marks):
-    """Copy the last `rows` rows, fewer than 64, to `own` `[R * 64]` and `marks` `[64]`, which others are not valid."""
-    marks[:] = 0
-    marks[:rows] = valid[mark : mark + rows]
-    for r in range(count):
-        own[r * BLOCK : (r + 1) * BLOCK] = 0
-        own[r * BLOCK : r * BLOCK + rows] = codes[at + r * step : at + r * step + rows]
+def _listed(codes, at, step, count, bits, names, valid, first, blocks, best, limit, rows, below, sums, found):
+    """Add to the `found` rows that are listed those of so many blocks, `first` the first, that are valid and `limit` at
+    most below `best`, and return how many are listed then; -1 where they might not find room.
+
+    rows: `[most]` int32; below: `[most]` int16; sums: `[G*most]` uint16, a query head's behind each other.
+    """
+    share, most, flat, size = names.shape[0], len(rows), names.reshape(-1), names[0].size
+    own, near = np.empty(share * BLOCK, np.uint16), np.empty(BLOCK, np.int16)
+    for block in range(blocks):
+        row = (first + block) * BLOCK
+        if SHUFFLES > 0 and bits == 4:
+            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, own, best, near)
+        else:
+            _added(codes, at + block * BLOCK, step, count, bits, names, own, best, near)
+        marks = within(near, valid, row, np.int16(limit))
+        if found + BLOCK > most:
+            return -1
+        found = list_rows(marks, row, near, own, share, rows, below, sums, most, found)
+    return found
 
 
 @njit
-def _below(codes, at, step, count, bits, pairs, fours, which, share, valid, mark, rows, out):
-    """`out` `[rows up to 64s]`: `relative` of one KV head."""
-    many = pairs.shape[1]
-    sums, tops = np.empty(many * BLOCK, np.uint32), np.zeros(many * 16, np.uint32)
-    whole, left = rows // BLOCK * BLOCK, rows % BLOCK
-    own, marks = np.empty(count * BLOCK, np.uint8), np.empty(BLOCK, np.uint8)
-    if left:
-        _tail(codes, at + whole, step, count, valid, mark + whole, left, own, marks)
-        _sums_of_block(own, 0, BLOCK, count, bits, pairs, fours, which, sums)
-        for p in range(many):
-            raise_tops(sums, p * BLOCK, marks, 0, tops, p * 16)
-    for n in range(0, whole, BLOCK):
-        _sums_of_block(codes, at + n, step, count, bits, pairs, fours, which, sums)
-        for p in range(many):
-            raise_tops(sums, p * BLOCK, valid, mark + n, tops, p * 16)
-    best = np.empty(many, np.uint32)
-    for p in range(many):
-        low, high = np.uint32(0), np.uint32(0)
-        for lane in range(16):
-            low = max(low, tops[p * 16 + lane] & np.uint32(0xFFFF))
-            high = max(high, tops[p * 16 + lane] >> np.uint32(16))
-        low = low if 2 * p < share else np.uint32(BELOW_ALL)
-        high = high if 2 * p + 1 < share else np.uint32(BELOW_ALL)
-        best[p] = low | high << np.uint32(16)
-    for n in range(0, whole, BLOCK):
-        _sums_of_block(codes, at + n, step, count, bits, pairs, fours, which, sums)
-        below_tops(sums, 0, many, best, 0, valid, mark + n, out, n)
-    if left:
-        _sums_of_block(own, 0, BLOCK, count, bits, pairs, fours, which, sums)
-        below_tops(sums, 0, many, best, 0, marks, 0, out, whole)
+def _cut(below, count):
+    """Return the `count`-th smallest of `below` int16, of more numbers; all that are negative count as -1."""
+    bins = np.zeros(NONE + 2 >> COARSE, np.int32)
+    for i in range(len(below)):
+        bins[max(below[i], 0) >> COARSE] += 1
+    edge = 0
+    while bins[edge] < count:
+        count -= bins[edge]
+        edge += 1
+    fine = np.zeros(1 << COARSE, np.int32)
+    for i in range(len(below)):
+        if max(below[i], 0) >> COARSE == edge:
+            fine[max(below[i], 0) & (1 << COARSE) - 1] += 1
+    last = 0
+    while fine[last] < count:
+        count -= fine[last]
+        last += 1
+    return (edge << COARSE) + last
+
+
+@njit
+def _candidates(codes, at, step, count, bits, names, valid, total, more, best, limit, rows, below, sums):
+    """List the valid ones of `total` rows that are no farther below the sample's best than the `more`-th, and perhaps
+    others behind these. Return how many are listed, -1 where there is no room, and how far below the last candidate is.
+
+    valid: `[blocks * 64]`; best, limit: as `_sample` has them; rows, below, sums: as `_listed` has them.
+    """
+    whole, left = total // BLOCK, total % BLOCK
+    own = np.zeros(count * BLOCK, np.uint8)  # the last block, where that is not whole
+    for r in range(count if left else 0):
+        last = at + r * step + whole * BLOCK
+        own[r * BLOCK : r * BLOCK + left] = codes[last : last + left]
+    if not whole:
+        best, limit = _sample(own, 0, BLOCK, count, bits, names, valid, 1, more)
+    while True:
+        found = _listed(codes, at, step, count, bits, names, valid, 0, whole, best, limit, rows, below, sums, 0)
+        if left and found >= 0:
+            found = _listed(own, 0, BLOCK, count, bits, names, valid, whole, 1, best, limit, rows, below, sums, found)
+        if found < 0:
+            return found, ALL
+        if found >= more or limit == ALL:
+            return found, _cut(below[:found], more) if found > more else ALL
+        limit = min(2 * limit + 16, ALL)
+
+
+@njit
+def _vote(found, last, size, share, rows, below, sums, logits, votes, ids):
+    """`ids` `[S]`: the best of the `found` rows that are listed and `last` at most below; logits: `[G*most]` float32,
+    votes: `[most]`, which are written."""
+    most, wide = len(rows), (found + LANES - 1) // LANES * LANES
+    below[found:wide] = NONE
+    for g in range(share):
+        listed_logits(sums, g * most, below, np.int16(last), np.float32(size), wide, logits, g * wide)
+    vote_of_list(logits, 0, wide, share, logits, 0, votes, 0)
+    best_of(votes[:found], ids)
+    for i in range(len(ids)):
+        ids[i] = rows[ids[i]] if ids[i] >= 0 else -1
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _relative(codes, steps, count, bits, pairs, fours, heads, share, valid, valid_step, out):
-    """out: `[lists,N]`."""
-    lists, rows = out.shape
-    for which in prange(lists):
-        b, h = which // heads, which % heads
-        line = np.empty((rows + BLOCK - 1) // BLOCK * BLOCK, np.float32)
-        _below(codes, b * steps[0] + h * steps[1], steps[2], count, bits, pairs, fours, which, share, valid,
-               b * valid_step, rows, line)  # fmt: skip
-        out[which] = line[:rows]
+def _best(
+    query, turn, centroids, shape, codes, steps, count, bits, heads, valid, total, apart, more, rows, below, sums,
+    logits, votes, ids,
+):  # fmt: skip
+    """query: `[lists,G*D]` float32; turn, centroids: flat; shape: G, M, K and d; valid: `[B,blocks*64]` uint8; rows,
+    below, votes: `[T,most]`, sums, logits: `[T,G*most]`, of T threads, which are written; ids: `[lists,S]` int32."""
+    lists, (share, subspaces, entries, size), workers = len(query), shape, len(rows)
+    whole, wide = total // BLOCK, subspaces * size
+    for worker in prange(workers):
+        turned, tables = np.empty(share * wide, np.float32), np.empty((share, subspaces, entries), np.float32)
+        names = np.empty((share, count * 8 // bits, entries), np.uint8)
+        for which in range(worker * lists // workers, (worker + 1) * lists // workers):
+            _tables(query[which], turn, which * wide * wide, centroids, which * entries * wide, shape, turned, tables)
+            unit = _round(tables, names) * LOG2E
+            at, marks = which // heads * steps[0] + which % heads * steps[1], valid[which // heads]
+            best, limit = _sample(codes, at, steps[2], count, bits, names, marks[: whole * BLOCK], apart, more)
+            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, best, limit,
+                                      rows[worker], below[worker], sums[worker])  # fmt: skip
+            if found >= 0:
+                _vote(found, last, unit, share, rows[worker], below[worker], sums[worker], logits[worker],
+                      votes[worker], ids[which])  # fmt: skip
+                continue
+            most_rows, most_below = np.empty(total + 2 * BLOCK, np.int32), np.empty(total + 2 * BLOCK, np.int16)
+            most_sums, most_votes = np.empty(share * len(most_rows), np.uint16), np.empty(len(most_rows), np.float32)
+            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, best, limit,
+                                      most_rows, most_below, most_sums)  # fmt: skip
+            _vote(found, last, unit, share, most_rows, most_below, most_sums, np.empty(len(most_sums), np.float32),
+                  most_votes, ids[which])  # fmt: skip
 
 
 @njit
@@ -130,26 +275,6 @@ def _logits_of(codes, at, step, count, bits, tables, ids, out):
                     out[g, i] += tables[g, r, code]
                 else:
                     out[g, i] += tables[g, 2 * r, code & 15] + tables[g, 2 * r + 1, code >> 4]
-
-
-@entry(parallel=True, cache=True, nogil=True)
-def _best(codes, steps, count, bits, tables, pairs, fours, heads, valid, valid_step, rows, candidates, ids):
-    """tables: `[lists,G,M,K]` float32; ids: `[lists,S]` int32."""
-    share = tables.shape[1]
-    for which in prange(len(ids)):
-        b, h = which // heads, which % heads
-        at = b * steps[0] + h * steps[1]
-        line = np.empty((rows + BLOCK - 1) // BLOCK * BLOCK, np.float32)
-        _below(codes, at, steps[2], count, bits, pairs, fours, which, share, valid, b * valid_step, rows, line)
-        listed = np.empty(candidates, np.int32)
-        best_of(line, listed)
-        logits, votes = np.empty((share, candidates), np.float32), np.empty((2, candidates), np.float32)
-        _logits_of(codes, at, steps[2], count, bits, tables[which], listed, logits)
-        vote_of_group(logits, votes[0], votes[1])
-        best_of(votes[0], ids[which])
-        for i in range(ids.shape[1]):
-            if ids[which, i] >= 0:
-                ids[which, i] = listed[ids[which, i]]
 
 
 @entry(parallel=True, cache=True, nogil=True)
@@ -183,62 +308,44 @@ def _padded(tables: Tensor, keys: ProductCodes) -> Tensor:
     return torch.nn.functional.pad(tables, (0, 0, 0, missing)).flatten(0, 1).contiguous()
 
 
-def _whole(tables: Tensor, keys: ProductCodes) -> tuple[Any, Any]:
-    """Tables of 8 bits, those of two query heads in a number of 32 bits `[lists,P,M,16]`, where they lie in registers,
-    and those of four in one of 64 bits `[lists,F,M,K]`; the other is empty."""
-    if tables.shape[3] > MOST:
-        raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {tables.shape[3]}")
-    names = _padded(rounded(tables)[0], keys)  # [lists,G,M,K] uint8
-    shuffled = keys.bits == 4 and SHUFFLES > 0
-    each = 2 if shuffled else 4
-    names = torch.nn.functional.pad(names, (0, 0, 0, 0, 0, -names.shape[1] % each)).unflatten(1, (-1, each))
-    joined = torch.zeros_like(names[:, :, 0], dtype=torch.int64)
-    for g in range(each):
-        joined |= names[:, :, g].long() << 16 * g
-    lists, joins = joined.shape[:2]
-    if shuffled:
-        return joined.int().numpy().view(np.uint32), np.empty((lists, 0, 0, 0), np.uint64)
-    return np.empty((lists, PAIRS * joins, 0, 0), np.uint32), joined.numpy().view(np.uint64)
-
-
-def _work(tables: Tensor, keys: ProductCodes) -> float:
-    """Of two passes, by multiplications that take as long."""
-    return tables.shape[:4].numel() * keys.codes.shape[3] / 4.0
-
-
 def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     """As `dispatch.logits`."""
-    batch, heads, share = tables.shape[:3]
-    out = torch.empty(batch, heads, share, keys.codes.shape[3])
+    batch, heads, share, subspaces = tables.shape[:4]
+    rows = keys.codes.shape[3]
+    out = torch.empty(batch, heads, share, rows)
     codes, valid = _stored(keys)
     with ONE_AT_A_TIME:
-        use_threads(4 * _work(tables, keys))
+        use_threads(batch * heads * share * subspaces * rows)
         _logits(*codes, _padded(tables, keys).numpy(), heads, *valid, out.flatten(0, 1).numpy())
     return out
 
 
-def relative(tables: Tensor, keys: ProductCodes) -> Tensor:
-    """As `dispatch.relative`."""
-    batch, heads, share = tables.shape[:3]
-    out = torch.empty(batch, heads, keys.codes.shape[3])
-    codes, valid = _stored(keys)
-    with ONE_AT_A_TIME:
-        use_threads(_work(tables, keys))
-        _relative(*codes, *_whole(tables, keys), heads, share, *valid, out.flatten(0, 1).numpy())
-    return out
+@functools.lru_cache(maxsize=2)
+def _scratch(workers: int, most: int, share: int) -> list[Any]:
+    """What threads write the rows to that they list: kept, as pages that are new to a process take as long to get as
+    the work on them; used under `ONE_AT_A_TIME`."""
+    kinds = ((torch.int32, 1), (torch.int16, 1), (torch.uint16, share), (torch.float32, share), (torch.float32, 1))
+    return [torch.empty(workers, most * times, dtype=kind).numpy() for kind, times in kinds]
 
 
-def best(tables: Tensor, keys: ProductCodes, count: int) -> Tensor:
+def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     """As `dispatch.best`."""
-    batch, heads, share = tables.shape[:3]
-    rows = keys.codes.shape[3]
-    candidates = min(MORE * count, rows)
+    batch, heads, share, _ = tables.query.shape
+    subspaces, entries, size = tables.centroids.shape[2:]
+    if subspaces > MOST:
+        raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
+    rows, lists = keys.codes.shape[3], batch * heads
     ids = torch.empty(batch, heads, min(count, rows), dtype=torch.int32)
-    codes, valid = _stored(keys)
+    more, marks = min(MORE * count, rows), keys.valid.view(torch.uint8)
+    if rows % BLOCK or not marks.is_contiguous():
+        marks = torch.nn.functional.pad(marks, (0, -rows % BLOCK)).contiguous()
+    codes, _ = _stored(keys)
+    query = tables.query.reshape(lists, -1).contiguous().numpy()
+    books = (storage_of(part.contiguous()) for part in (tables.turn, tables.centroids))
+    work = lists * share * (subspaces * rows / 8 + EXPONENTIAL * more / 8)  # in multiplications
+    most = (more + more // 2 + 8 * BLOCK) // LANES * LANES  # where more are listed, a thread makes room for all
     with ONE_AT_A_TIME:
-        use_threads(_work(tables, keys) + EXPONENTIAL * batch * heads * share * candidates)
-        _best(
-            *codes, _padded(tables, keys).numpy(), *_whole(tables, keys), heads, *valid, rows, candidates,
-            ids.flatten(0, 1).numpy(),
-        )  # fmt: skip
+        workers = max(1, min(use_threads(work), lists))
+        _best(query, *books, (share, subspaces, entries, size), *codes, heads, marks.numpy(), rows, blocks_apart(rows),
+              more, *_scratch(workers, most, share), ids.flatten(0, 1).numpy())  # fmt: skip
     return ids

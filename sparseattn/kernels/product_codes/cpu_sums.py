@@ -1,8 +1,10 @@
 """Sums of table entries by product codes of 64 rows at a time, in registers: what the compiled kernel is made of.
 
-A table of 16 numbers of 32 bits is one register of 64 bytes, or two of 32, and a shuffle looks up 16 rows at once. A
-number of 32 bits is a float32, or two sums of 16 bits, of two query heads. https://arxiv.org/abs/1704.07355 keeps
-tables in registers like this, of 8 bits.
+A table of 16 bytes lies in a register, and one shuffle looks up the codes of as many rows as the register has bytes.
+Sums have 16 bits. Prior art: faiss' fast scan, https://arxiv.org/abs/1704.07355.
+
+The sums of a block lie in the order that costs nothing: of each register's rows first the even ones, then the odd ones
+(`ROW_AT`).
 """
 
 # Code for the compiler, which takes LLVM's types, for which Python has no annotations.
@@ -10,140 +12,247 @@ tables in registers like this, of 8 bits.
 
 from __future__ import annotations
 
+import contextlib
+
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparseattn.kernels.numba_vectors import BYTE, FLOATS, LANES, WORD, WORDS, call, every, place_in
+from sparseattn.kernels.numba_vectors import BYTE, FLOATS, LANES, WORD, WORDS, every, place_in, splat
+from sparseattn.kernels.product_codes.codes import BLOCK
 
-BLOCK = 64  # rows
-TILES = BLOCK // LANES
-BYTES, SHORTS = ir.VectorType(BYTE, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
-EIGHT = ir.VectorType(WORD, 8)
 FEATURES = llvm.get_host_cpu_features()
-SHUFFLES = 512 if FEATURES.get("avx512f") else 256 if FEATURES.get("avx2") else 0  # bits of a register, 0: none
+# Bytes of a register whose shuffle looks up bytes; 0: there is none.
+SHUFFLES = 64 if FEATURES.get("avx512bw") else 32 if FEATURES.get("avx2") else 0
+WIDTH = SHUFFLES or 32
+SHUFFLE = {64: "llvm.x86.avx512.pshuf.b.512", 32: "llvm.x86.avx2.pshuf.b"}
+ROW_AT = np.concatenate([first + np.arange(WIDTH).reshape(-1, 2).T.ravel() for first in range(0, BLOCK, WIDTH)])
+SHORT, LONG = ir.IntType(16), ir.IntType(64)
+BYTES, SHORTS, TABLE = ir.VectorType(BYTE, WIDTH), ir.VectorType(SHORT, WIDTH // 2), ir.VectorType(BYTE, 16)
+SIXTEEN_OF = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [lane % 16 for lane in range(WIDTH)])
+NONE = 0x7FFF  # how far below the best a row is that is not valid
 
 
-def _half(builder, vector, first):
-    return builder.shuffle_vector(vector, vector, ir.Constant(EIGHT, list(range(first, first + 8))))
+def _moved(builder, at, number):
+    return builder.add(at, ir.Constant(at.type, number))
 
 
 def _looked_up(builder, table, index):
-    """`table[index & 15]`, vectors of 16 numbers of 32 bits."""
-    if SHUFFLES == 512:
-        return call(builder, "llvm.x86.avx512.permvar.si.512", WORDS, table, index)
-    halves = []
-    for first in (0, 8):
-        few = _half(builder, index, first)  # of which a shuffle of 8 numbers looks at 3 bits
-        low, high = (call(builder, "llvm.x86.avx2.permd", EIGHT, _half(builder, table, at), few) for at in (0, 8))
-        above = builder.trunc(builder.lshr(few, every(EIGHT, 3)), ir.VectorType(ir.IntType(1), 8))
-        halves.append(builder.select(above, high, low))
-    return builder.shuffle_vector(*halves, ir.Constant(WORDS, list(range(LANES))))
+    kind = ir.FunctionType(BYTES, [BYTES, BYTES])
+    found = cgutils.get_or_insert_function(builder.module, kind, SHUFFLE[WIDTH])
+    return builder.bitcast(builder.call(found, [table, index]), SHORTS)
+
+
+def _marks(context, builder, valid, value, at):
+    """Of a register's rows, whether they are valid: the even ones' and the odd ones'."""
+    bytes_ = builder.load(place_in(context, builder, valid, value, at, BYTES), align=1)
+    shorts, zero = builder.bitcast(bytes_, SHORTS), every(SHORTS, 0)
+    even, odd = builder.and_(shorts, every(SHORTS, 0xFF)), builder.lshr(shorts, every(SHORTS, 8))
+    return [builder.icmp_unsigned("!=", half, zero) for half in (even, odd)]
+
+
+@contextlib.contextmanager
+def _while(builder, condition):
+    """The instructions that are written inside run again while `condition`, which writes its own, holds."""
+    ask, run, end = (builder.append_basic_block(name) for name in ("while", "while.body", "while.end"))
+    builder.branch(ask)
+    with builder.goto_block(ask):
+        builder.cbranch(condition(), run, end)
+    builder.position_at_end(run)
+    yield
+    builder.branch(ask)
+    builder.position_at_end(end)
+
+
+def _splat(builder, number):
+    none, lanes = ir.Constant(SHORTS, ir.Undefined), ir.VectorType(ir.IntType(32), SHORTS.count)
+    first = builder.insert_element(none, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, none, every(lanes, 0))
+
+
+def _sums_of_heads(context, builder, heads, arrays, codes_at, step, count, size, g):
+    """Of 64 rows the sums of query heads `g` to `g + heads`, for which codes are read once; see `sums_of_block`."""
+
+    def place(name, at, kind=None):
+        return place_in(context, builder, *arrays[name], at, kind)
+
+    begins, head_size = builder.icmp_signed("==", g, ir.Constant(g.type, 0)), ir.Constant(g.type, BLOCK)
+    for tile in range(BLOCK // WIDTH):
+        lows, highs = ([cgutils.alloca_once(builder, SHORTS) for _ in range(heads)] for _ in range(2))
+        for total in lows + highs:
+            builder.store(every(SHORTS, 0), total)
+        with cgutils.for_range(builder, count) as loop:
+            at = _moved(builder, builder.add(codes_at, builder.mul(loop.index, step)), tile * WIDTH)
+            both = builder.load(place("codes", at, BYTES), align=1)
+            four, mask = every(SHORTS, 4), every(BYTES, 15)
+            above = builder.bitcast(builder.lshr(builder.bitcast(both, SHORTS), four), BYTES)
+            names = builder.and_(both, mask), builder.and_(above, mask)
+            first = builder.add(builder.mul(g, size), builder.mul(loop.index, ir.Constant(g.type, 32)))
+            for head in range(heads):
+                own = builder.add(first, builder.mul(size, ir.Constant(g.type, head)))
+                for half, index in enumerate(names):
+                    held = builder.load(place("tables", _moved(builder, own, 16 * half), TABLE), align=1)
+                    found = _looked_up(builder, builder.shuffle_vector(held, held, SIXTEEN_OF), index)
+                    # The sum of the even rows' bytes, and 256 times the odd ones', less what does not fit.
+                    builder.store(builder.add(builder.load(lows[head]), found), lows[head])
+                    odd = builder.lshr(found, every(SHORTS, 8))
+                    builder.store(builder.add(builder.load(highs[head]), odd), highs[head])
+        halves = [ir.Constant(g.type, tile * WIDTH + half * WIDTH // 2) for half in range(2)]
+        before = [builder.load(place("near", half, SHORTS), align=2) for half in halves]
+        nearest = [builder.select(begins, every(SHORTS, NONE), x) for x in before]
+        for head in range(heads):
+            which = _moved(builder, g, head)
+            top, odd = _splat(builder, builder.load(place("tops", which))), builder.load(highs[head])
+            even = builder.sub(builder.load(lows[head]), builder.shl(odd, every(SHORTS, 8)))
+            for half, total in enumerate((even, odd)):
+                at = builder.add(builder.mul(which, head_size), halves[half])
+                builder.store(total, place("out", at, SHORTS), align=2)
+                less = builder.sub(top, total)
+                nearer = builder.icmp_signed("<", less, nearest[half])
+                nearest[half] = builder.select(nearer, less, nearest[half])
+        for half, least in zip(halves, nearest, strict=True):
+            builder.store(least, place("near", half, SHORTS), align=2)
 
 
 @intrinsic
-def shuffled_sums(typing, codes, at, step, count, tables, t, out, o):
-    """`out[o:o + 64]`: of 64 rows the sums of `tables[t + 16 m + code]` over both codes of `count` bytes, those of byte
-    r at `codes[at + r * step:]`. Tables and sums are uint32 or float32."""
-    floats = tables.dtype == types.float32
+def sums_of_block(typing, codes, at, step, count, tables, size, share, out, tops, near):
+    """The sums of 64 rows for `share` query heads, and how far these are below `tops`.
+
+    `out[64 g:]` uint16 are the sums of `tables[g * size + 16 m + code]` over the codes m of `count` bytes, byte r at
+    `codes[at + r * step:]`, each below 16. `near` `[64]` int16 is the least over g of `tops[g]` less the sum.
+    """
 
     def code(context, builder, signature, arguments):
-        codes_, at_, step_, count_, tables_, t_, out_, o_ = arguments
-        kind = FLOATS if floats else WORDS
-        totals = [cgutils.alloca_once(builder, kind) for _ in range(TILES)]
-        for total in totals:
-            builder.store(every(kind, 0.0 if floats else 0), total)
-        with cgutils.for_range(builder, count_) as loop:
-            first = builder.add(at_, builder.mul(loop.index, step_))
-            table_at = builder.add(t_, builder.mul(loop.index, ir.Constant(t_.type, 2 * LANES)))
-            pair = []
-            for m in range(2):
-                place = builder.add(table_at, ir.Constant(t_.type, m * LANES))
-                pair.append(builder.load(place_in(context, builder, tables, tables_, place, WORDS), align=4))
-            for tile, total in enumerate(totals):
-                place = builder.add(first, ir.Constant(at_.type, tile * LANES))
-                both = builder.load(place_in(context, builder, codes, codes_, place, BYTES), align=1)
-                index = builder.zext(both, WORDS)
-                for m, table in enumerate(pair):
-                    found = _looked_up(builder, table, builder.lshr(index, every(WORDS, 4)) if m else index)
-                    held = builder.load(total)
-                    if floats:
-                        builder.store(builder.fadd(held, builder.bitcast(found, FLOATS)), total)
-                    else:
-                        builder.store(builder.add(held, found), total)
-        for tile, total in enumerate(totals):
-            place = builder.add(o_, ir.Constant(o_.type, tile * LANES))
-            builder.store(builder.load(total), place_in(context, builder, out, out_, place, kind), align=4)
+        codes_, at_, step_, count_, tables_, size_, share_, out_, tops_, near_ = arguments
+        arrays = {
+            "codes": (codes, codes_), "tables": (tables, tables_), "out": (out, out_),
+            "tops": (tops, tops_), "near": (near, near_),
+        }  # fmt: skip
+        four, two, one = (ir.Constant(at_.type, heads) for heads in (4, 2, 1))
+        with cgutils.for_range(builder, builder.sdiv(share_, four)) as loop:
+            first = builder.mul(loop.index, four)
+            _sums_of_heads(context, builder, 4, arrays, at_, step_, count_, size_, first)
+        done = builder.and_(share_, ir.Constant(at_.type, -4))
+        for heads, bit in ((2, two), (1, one)):
+            with builder.if_then(builder.icmp_unsigned("!=", builder.and_(share_, bit), ir.Constant(at_.type, 0))):
+                _sums_of_heads(context, builder, heads, arrays, at_, step_, count_, size_, done)
+            done = builder.add(done, builder.and_(share_, bit))
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(codes, place, place, place, tables, place, out, place), code
-
-
-def _marks(context, builder, valid, value, place):
-    """Which of 16 rows are valid, from their bytes."""
-    marks = builder.load(place_in(context, builder, valid, value, place, BYTES), align=1)
-    return builder.icmp_unsigned("!=", marks, every(BYTES, 0))
-
-
-def _larger(builder, a, b, signed):
-    compare = builder.icmp_signed if signed else builder.icmp_unsigned
-    a, b = (builder.bitcast(x, SHORTS) for x in (a, b))
-    return builder.bitcast(builder.select(compare(">", a, b), a, b), WORDS)
+    return types.void(codes, place, place, place, tables, place, place, out, tops, near), code
 
 
 @intrinsic
-def raise_tops(typing, sums, s, valid, v, tops, t):
-    """Raise the sums of 16 bits in the register `tops[t:t + 16]` to the largest of those of 64 rows, two a number of
-    `sums[s:s + 64]`, whose byte of `valid[v:]` is not 0."""
+def raise_tops(typing, sums, heads, valid, v, tops):
+    """`tops[32 g:]` uint16: the larger of itself and of the sums `sums[64 g:]` of 64 rows where `valid[v:]` is not 0,
+    in each of `WIDTH / 2` lanes."""
 
     def code(context, builder, signature, arguments):
-        sums_, s_, valid_, v_, tops_, t_ = arguments
-        where = place_in(context, builder, tops, tops_, t_, WORDS)
-        top = builder.load(where, align=4)
-        for tile in range(TILES):
-            at, mark = (builder.add(x, ir.Constant(s_.type, tile * LANES)) for x in (s_, v_))
-            x = builder.load(place_in(context, builder, sums, sums_, at, WORDS), align=4)
-            x = builder.select(_marks(context, builder, valid, valid_, mark), x, every(WORDS, 0))
-            top = _larger(builder, x, top, signed=False)
-        builder.store(top, where, align=4)
+        sums_, heads_, valid_, v_, tops_ = arguments
+        for tile in range(BLOCK // WIDTH):
+            marks = _marks(context, builder, valid, valid_, _moved(builder, v_, tile * WIDTH))
+            with cgutils.for_range(builder, heads_) as loop:
+                where = builder.mul(loop.index, ir.Constant(v_.type, 32))
+                where = place_in(context, builder, tops, tops_, where, SHORTS)
+                top = builder.load(where, align=2)
+                block = builder.mul(loop.index, ir.Constant(v_.type, BLOCK))
+                for half, mark in enumerate(marks):
+                    at = _moved(builder, block, tile * WIDTH + half * WIDTH // 2)
+                    x = builder.load(place_in(context, builder, sums, sums_, at, SHORTS), align=2)
+                    x = builder.select(mark, x, every(SHORTS, 0))
+                    top = builder.select(builder.icmp_unsigned(">", x, top), x, top)
+                builder.store(top, where, align=2)
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(sums, place, valid, place, tops, place), code
+    return types.void(sums, place, valid, place, tops), code
 
 
 @intrinsic
-def below_tops(typing, sums, s, pairs, tops, t, valid, v, out, o):
-    """`out[o:o + 64]` float32: of 64 rows the largest over `pairs` of `sums[s + 64 p:]` less `tops[t + p]`, two sums of
-    16 bits each; -inf where a byte of `valid[v:]` is 0."""
+def within(typing, near, valid, v, limit):
+    """A bit for each of 64 rows of which `near` int16 is `limit` at most and `valid[v:]` is not 0."""
 
     def code(context, builder, signature, arguments):
-        sums_, s_, pairs_, tops_, t_, valid_, v_, out_, o_ = arguments
-        sixteen = every(WORDS, 16)
-        for tile in range(TILES):
-            nearest = cgutils.alloca_once(builder, WORDS)
-            builder.store(every(WORDS, 0x80008000), nearest)
-            with cgutils.for_range(builder, pairs_) as loop:
-                block = builder.mul(loop.index, ir.Constant(s_.type, BLOCK))
-                at = builder.add(builder.add(s_, block), ir.Constant(s_.type, tile * LANES))
-                x = builder.load(place_in(context, builder, sums, sums_, at, WORDS), align=4)
-                top = builder.load(place_in(context, builder, tops, tops_, builder.add(t_, loop.index)))
-                none = ir.Constant(WORDS, ir.Undefined)
-                wide = builder.insert_element(none, top, ir.Constant(WORD, 0))
-                wide = builder.shuffle_vector(wide, none, every(WORDS, 0))
-                less = builder.sub(builder.bitcast(x, SHORTS), builder.bitcast(wide, SHORTS))
-                builder.store(_larger(builder, builder.load(nearest), less, signed=True), nearest)
-            both = builder.load(nearest)
-            high, low = builder.ashr(both, sixteen), builder.ashr(builder.shl(both, sixteen), sixteen)
-            row = builder.sitofp(builder.select(builder.icmp_signed(">", low, high), low, high), FLOATS)
-            mark = _marks(context, builder, valid, valid_, builder.add(v_, ir.Constant(v_.type, tile * LANES)))
-            row = builder.select(mark, row, every(FLOATS, float("-inf")))
-            place = builder.add(o_, ir.Constant(o_.type, tile * LANES))
-            builder.store(row, place_in(context, builder, out, out_, place, FLOATS), align=4)
+        near_, valid_, v_, limit_ = arguments
+        bits, most = ir.Constant(LONG, 0), _splat(builder, limit_)
+        for tile in range(BLOCK // WIDTH):
+            marks = _marks(context, builder, valid, valid_, _moved(builder, v_, tile * WIDTH))
+            for half, mark in enumerate(marks):
+                first = tile * WIDTH + half * WIDTH // 2
+                place = place_in(context, builder, near, near_, ir.Constant(v_.type, first), SHORTS)
+                found = builder.and_(builder.icmp_signed("<=", builder.load(place, align=2), most), mark)
+                wide = builder.zext(builder.bitcast(found, ir.IntType(SHORTS.count)), LONG)
+                bits = builder.or_(bits, builder.shl(wide, ir.Constant(LONG, first)))
+        return bits
+
+    return types.uint64(near, valid, types.intp, types.int16), code
+
+
+@intrinsic
+def list_rows(typing, marks, first, near, own, share, rows, below, sums, most, found):
+    """Write the rows that have a bit in `marks` behind the `found` ones that are listed, and return how many are then.
+
+    first: the block's first row; near, own: of `sums_of_block`; rows int32, below int16, and sums uint16, of which
+    those of query head g begin at `g * most`.
+    """
+
+    def code(context, builder, signature, arguments):
+        marks_, first_, near_, own_, share_, rows_, below_, sums_, most_, found_ = arguments
+        lanes = cgutils.global_constant(
+            builder, "product_codes_row_at", ir.Constant(ir.ArrayType(BYTE, BLOCK), [int(row) for row in ROW_AT])
+        )
+        left, count = cgutils.alloca_once_value(builder, marks_), cgutils.alloca_once_value(builder, found_)
+        zero, one = ir.Constant(LONG, 0), ir.Constant(LONG, 1)
+
+        def copy(source, value, at, target, into, to):
+            number = builder.load(place_in(context, builder, source, value, at))
+            builder.store(number, place_in(context, builder, target, into, to))
+
+        with _while(builder, lambda: builder.icmp_unsigned("!=", builder.load(left), zero)):
+            bits, to = builder.load(left), builder.load(count)
+            lane = builder.cttz(bits, ir.Constant(ir.IntType(1), 1))
+            builder.store(builder.and_(bits, builder.sub(bits, one)), left)
+            row = builder.zext(builder.load(builder.gep(lanes, [zero, lane])), LONG)
+            row = builder.trunc(builder.add(first_, row), ir.IntType(32))
+            builder.store(row, place_in(context, builder, rows, rows_, to))
+            copy(near, near_, lane, below, below_, to)
+            for heads in (4, 1):  # four at a time, as a loop over one takes as long as two stores
+                done = builder.and_(share_, ir.Constant(LONG, -4)) if heads == 1 else zero
+                left_over = builder.sub(share_, done)
+                with cgutils.for_range(builder, builder.sdiv(left_over, ir.Constant(LONG, heads))) as loop:
+                    first_head = builder.add(done, builder.mul(loop.index, ir.Constant(LONG, heads)))
+                    for head in range(heads):
+                        g = _moved(builder, first_head, head)
+                        at = builder.add(builder.mul(g, ir.Constant(LONG, BLOCK)), lane)
+                        copy(own, own_, at, sums, sums_, builder.add(builder.mul(g, most_), to))
+            builder.store(builder.add(to, one), count)
+        return builder.load(count)
+
+    place = types.intp
+    return types.intp(types.uint64, place, near, own, place, rows, below, sums, place, place), code
+
+
+@intrinsic
+def listed_logits(typing, sums, s, below, last, size, count, out, o):
+    """`out[o:o + count]`, a multiple of 16: `size` times `sums[s:]` where `below` is `last` at most, else -inf."""
+
+    def code(context, builder, signature, arguments):
+        sums_, s_, below_, last_, size_, count_, out_, o_ = arguments
+        none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
+        few, by = ir.VectorType(SHORT, LANES), splat(builder, size_, FLOATS)
+        most = splat(builder, builder.sext(last_, WORD), WORDS)
+        with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
+            x = builder.load(place_in(context, builder, sums, sums_, builder.add(s_, n), few), align=2)
+            apart = builder.load(place_in(context, builder, below, below_, n, few), align=2)
+            logit = builder.fmul(builder.uitofp(builder.zext(x, WORDS), FLOATS), by)
+            there = builder.icmp_signed("<=", builder.sext(apart, WORDS), most)
+            logit = builder.select(there, logit, every(FLOATS, float("-inf")))
+            builder.store(logit, place_in(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(sums, place, place, tops, place, valid, place, out, place), code
+    return types.void(sums, place, below, types.int16, types.float32, place, out, place), code

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.kernels.implementations import Operation
-from sparseattn.kernels.product_codes.codes import ProductCodes
+from sparseattn.kernels.product_codes.codes import ProductCodes, Tables
 
-CODES = Operation(__package__, "torch", "numba")
+CODES = Operation(__package__, "torch", "numba", "triton")
 
 
 def logits(tables: Tensor, keys: ProductCodes, impl: str | None = None) -> Tensor:
@@ -24,34 +24,24 @@ def logits(tables: Tensor, keys: ProductCodes, impl: str | None = None) -> Tenso
     return CODES.pick(impl, tables.device, tables.dtype, tables.requires_grad).logits(tables, keys)
 
 
-def relative(tables: Tensor, keys: ProductCodes, impl: str | None = None) -> Tensor:
-    """Return how far each row is below a query head's best row, at the head where it is nearest, in whole steps.
+def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None) -> Tensor:
+    """Return the best rows by the group's vote "softmax" among candidates, by tables rounded to 8 bits.
 
-    Tables are rounded to 8 bits (`codes.rounded`), so that a row's sum is a whole number of 16 bits.
+    How near a row is to a query head is its sum of rounded numbers (`codes.rounded`), less the best sum of that head
+    among the rows that `codes.sampled` names. The 4 * `count` rows that are nearest to any query head, and those as
+    near as the last, are candidates. They vote by their rounded sums, and no exponential is taken of any other row.
 
-    Args:
-        tables, keys, impl: see `logits`; M is 128 or less.
-
-    Returns:
-        `[B,H,N]` float32 of whole numbers, 0 the best, -inf where a row is not valid.
-    """
-    return CODES.pick(impl, tables.device, tables.dtype, tables.requires_grad).relative(tables, keys)
-
-
-def best(tables: Tensor, keys: ProductCodes, count: int, impl: str | None = None) -> Tensor:
-    """Return the best rows by the group's vote "softmax" among candidates.
-
-    The rows with the largest `relative`, four for every row that is chosen, are candidates. They vote by their
-    `logits`, so no exponential is taken of any other row. What is chosen is what a vote of all rows would choose unless
-    a row that it would choose is no candidate, or the others' weights, which no probability here has in its sum, would
-    turn the order of two rows that different query heads want.
+    The rows are those of a vote of all rows by unrounded tables but for rounding, and but for rows that are no
+    candidates: more than 4 * `count` rows are nearer to some query head.
 
     Args:
-        tables, keys, impl: see `relative`.
+        tables: of M subspaces, 128 or less, so that sums have 15 bits; what they add to all rows is left out.
+        keys, impl: see `logits`.
         count: rows chosen for each KV head.
 
     Returns:
         `[B,H,S]` int32 in no order, S at most N, -1 where there are fewer valid rows. Which of equal rows is chosen is
         left open.
     """
-    return CODES.pick(impl, tables.device, tables.dtype, tables.requires_grad).best(tables, keys, count)
+    query = tables.query
+    return CODES.pick(impl, query.device, query.dtype, query.requires_grad).best(tables, keys, count)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.group_vote.reference import vote_softmax
-from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, rounded
+from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, rounded, sampled
 from sparseattn.kernels.topk.dispatch import best_rows
 
 
@@ -32,20 +32,21 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     return sums(tables, keys).masked_fill(~keys.valid[:, None, None], -torch.inf)
 
 
-def relative(tables: Tensor, keys: ProductCodes) -> Tensor:
-    """As `dispatch.relative`."""
-    unreal = ~keys.valid[:, None, None]
-    whole = sums(rounded(tables)[0].int(), keys).masked_fill(unreal, -1)
-    below = whole - whole.amax(3, keepdim=True)
-    return below.amax(2).float().masked_fill(unreal[:, 0], -torch.inf)
-
-
-def best(tables: Tensor, keys: ProductCodes, count: int) -> Tensor:
+def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     """As `dispatch.best`."""
-    candidates = best_rows(relative(tables, keys), MORE * count)  # [B,H,C]
-    place = candidates.clamp(min=0).long()
-    every = logits(tables, keys)
-    listed = every.gather(3, place[:, :, None].expand(-1, -1, every.shape[2], -1))
-    votes = vote_softmax(listed.masked_fill((candidates < 0)[:, :, None], -torch.inf))
-    chosen = best_rows(votes, count)
-    return candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1)
+    names, step, _ = rounded(tables.numbers())
+    whole = sums(names.float(), keys)
+    near = nearest(whole, keys.valid)
+    last = near.topk(min(MORE * count, near.shape[2]), 2).values.amin(2, keepdim=True)
+    candidate = (near >= last) & (near > -torch.inf)
+    votes = step[:, :, None, None] * whole
+    return best_rows(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count)
+
+
+def nearest(whole: Tensor, valid: Tensor) -> Tensor:
+    """Return how far rows are below the sample's best, at the query head where they are nearest: `[B,H,N]` float32,
+    none above 0, -inf where a row is not `valid` `[B,N]`; whole: `[B,H,G,N]`, their rounded sums."""
+    unreal = ~valid[:, None, None]
+    among = sampled(whole.shape[3]).to(whole.device)
+    highest = whole.masked_fill(unreal, 0)[..., among].amax(3, keepdim=True)
+    return (whole - highest).amax(2).clamp(max=0).masked_fill(unreal[:, 0], -torch.inf)

@@ -20,7 +20,7 @@ from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LN2, LOG2E, fetch, flat_rows, storage_of
 from sparseattn.kernels.numba_threads import ALONE, EXPONENTIAL, ONE_AT_A_TIME, STEP, use_threads
-from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, every, larger, logarithms, place_in, powers
+from sparseattn.kernels.numba_vectors import FLOATS, LANES, LOWEST, WORDS, every, larger, logarithms, place_in, powers
 from sparseattn.kernels.quantized_keys.cpu_products import (
     PAIRS,
     SERVED,
@@ -34,7 +34,6 @@ from sparseattn.kernels.quantized_keys.level_grid import NUMBERS
 
 PART_ROWS = 2048  # of one part: the logits of four query heads stay in the cache of a core
 AHEAD = 4  # listed pages asked for before their turn: they lie anywhere in memory
-LOWEST = float(np.float32(-3e38))  # taken from -inf: -inf less itself is no number
 
 
 @intrinsic

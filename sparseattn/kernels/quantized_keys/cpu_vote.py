@@ -9,32 +9,19 @@ import math
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import prange
 from torch import Tensor
 
+from sparseattn.kernels.group_vote.cpu_vectors import factors, highest, vote_of_list, voted, weights
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, LN2, LOG2E
+from sparseattn.kernels.numba_rows import LOG2E
 from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import (
-    FLOAT,
-    FLOATS,
     LANES,
-    call,
-    every,
-    larger,
-    logarithms,
-    place_in,
-    powers,
-    splat,
-    times_plus,
 )
 from sparseattn.kernels.quantized_keys.cpu_listed import logits_of_listed
 from sparseattn.kernels.quantized_keys.cpu_rows import (
-    LOWEST,
     groups_and_rows,
     groups_of_a_part,
     places_of,
@@ -46,96 +33,6 @@ from sparseattn.kernels.quantized_keys.cpu_rows import (
 )
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.topk.cpu import best
-
-
-@intrinsic
-def _highest(typing, numbers, at, count):
-    """The largest of `numbers[at:at + count]`, `count` a multiple of 16."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, count_ = arguments
-        top = cgutils.alloca_once_value(builder, every(FLOATS, -math.inf))
-        none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
-        with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
-            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
-            builder.store(larger(builder, x, builder.load(top)), top)
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
-
-    return types.float32(numbers, types.intp, types.intp), code
-
-
-@intrinsic
-def _weights(typing, numbers, at, count, highest, out, o):
-    """`out[o:o + count]`, a multiple of 16: 2 to the power of `numbers[at:] - highest`, 0 for -inf; returns the sum."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, count_, highest_, out_, o_ = arguments
-        total, less = cgutils.alloca_once(builder, FLOATS), splat(builder, highest_, FLOATS)
-        builder.store(every(FLOATS, 0.0), total)
-        none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
-        with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
-            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
-            there = builder.fcmp_unordered("!=", x, every(FLOATS, -math.inf))
-            power = builder.select(there, powers(builder, builder.fsub(x, less)), every(FLOATS, 0.0))
-            builder.store(power, place_in(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
-            builder.store(builder.fadd(power, builder.load(total)), total)
-        start = ir.Constant(FLOAT, 0.0)
-        return call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
-
-    place = types.intp
-    return types.float32(numbers, place, place, types.float32, out, place), code
-
-
-@intrinsic
-def _voted(typing, numbers, at, step, share, factor, w, most, out, o, count):
-    """`out[o:o + count]`, a multiple of 16: the natural logarithm of the sum over `share` query heads of
-    `numbers[at + g * step:] * factor[w + g]`, times 2 to the power of `most`; -inf where the sum is 0."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, step_, share_, factor_, w_, most_, out_, o_, count_ = arguments
-        none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
-        total, plus = cgutils.alloca_once(builder, FLOATS), splat(builder, most_, FLOATS)
-        with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
-            builder.store(every(FLOATS, 0.0), total)
-            with cgutils.for_range(builder, share_) as loop:
-                place = builder.add(builder.add(at_, n), builder.mul(loop.index, step_))
-                x = builder.load(place_in(context, builder, numbers, numbers_, place, FLOATS), align=4)
-                by = builder.load(place_in(context, builder, factor, factor_, builder.add(w_, loop.index)))
-                builder.store(times_plus(builder, x, splat(builder, by, FLOATS), builder.load(total)), total)
-            whole = builder.load(total)
-            vote = builder.fmul(builder.fadd(logarithms(builder, whole), plus), every(FLOATS, float(LN2)))
-            there = builder.fcmp_unordered("!=", whole, every(FLOATS, 0.0))
-            vote = builder.select(there, vote, every(FLOATS, -math.inf))
-            builder.store(vote, place_in(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
-        return context.get_dummy_value()
-
-    place = types.intp
-    return types.void(numbers, place, place, place, factor, place, types.float32, out, place, place), code
-
-
-@njit
-def _factors(peak, total, most):
-    """What weights are multiplied with, in place of `total`; peak, total: `[parts,G]`; most: `[parts]`.
-
-    The share of a query head's probability in a weight of a part is `2^(peak - norm)`, `norm` the logarithm of its
-    total. Of that each part takes out the largest, as `most`: parts that weigh next to nothing still rank.
-    """
-    parts, share = peak.shape
-    norm = np.empty(share, np.float32)
-    for g in range(share):
-        highest, whole = np.float32(-np.inf), np.float32(0)
-        for part in range(parts):
-            highest = max(highest, peak[part, g])
-        for part in range(parts):
-            if peak[part, g] > -np.inf:
-                whole += total[part, g] * np.exp2(peak[part, g] - highest)
-        norm[g] = highest + np.log2(whole) if highest > -np.inf else np.float32(0)
-    for part in range(parts):
-        most[part] = LOWEST
-        for g in range(share):
-            most[part] = max(most[part], peak[part, g] - norm[g])
-        for g in range(share):
-            total[part, g] = np.exp2(peak[part, g] - norm[g] - most[part]) if peak[part, g] > -np.inf else np.float32(0)
 
 
 @njit
@@ -157,10 +54,9 @@ def _weigh(
     for g in range(share):
         begin = g * each
         scores[begin + pages : begin + count] = -np.inf
-        highest = _highest(scores, begin, count)
-        peak[g], total[g] = highest, 0
-        if highest > -np.inf:
-            total[g] = _weights(scores, begin, count, highest, held, to)
+        peak[g], total[g] = highest(scores, begin, count), 0
+        if peak[g] > -np.inf:
+            total[g] = weights(scores, begin, count, peak[g], held, to)
         else:
             held[to : to + count] = 0
         held[to + count : to + each] = 0
@@ -183,7 +79,7 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
     parts, own = places // each, len(out) == lists
     line, votes = held.reshape(-1), out.reshape(-1)
     peak, total = np.empty((lists, parts, share), np.float32), np.empty((lists, parts, share), np.float32)
-    most, factors = np.empty((lists, parts), np.float32), total.reshape(-1)
+    most, shares = np.empty((lists, parts), np.float32), total.reshape(-1)
     shared = workers == lists
     units = workers * parts if shared else workers  # named first: numba takes no choice inside prange for parallel
     for unit in prange(units):
@@ -201,18 +97,18 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
                        peak[which, part], total[which, part])  # fmt: skip
             if not shared:
                 to = np.intp(which if own else worker)
-                _factors(peak[which], total[which], most[which])
+                factors(peak[which], total[which], most[which])
                 for part in range(parts):
-                    _voted(line, worker * share * places + part * each, places, share,
-                           factors, (which * parts + part) * share, most[which, part],
+                    voted(line, worker * share * places + part * each, places, share,
+                           shares, (which * parts + part) * share, most[which, part],
                            votes, to * places + part * each, each)  # fmt: skip
                 best(out[to], ids[which])
     if shared:
         for which in range(lists):
-            _factors(peak[which], total[which], most[which])
+            factors(peak[which], total[which], most[which])
         for unit in prange(lists * parts):
             which, part = unit // parts, unit % parts
-            _voted(line, which * share * places + part * each, places, share, factors, unit * share, most[which, part],
+            voted(line, which * share * places + part * each, places, share, shares, unit * share, most[which, part],
                    votes, which * places + part * each, each)  # fmt: skip
         for which in prange(lists):
             best(out[which], ids[which])
@@ -261,21 +157,10 @@ def _voted_rows(logits, pages, page, rows, held, votes, marked, ids, groups):
     threads; ids: `[L,S]`, the best rows; groups: `[L]`, in how many of n groups, of `rows` rows, a listed one lies."""
     lists, share, count = logits.shape
     workers = len(held)
-    line, weights, out = logits.reshape(-1), held.reshape(-1), votes.reshape(-1)
+    line, kept, out = logits.reshape(-1), held.reshape(-1), votes.reshape(-1)
     for worker in prange(workers):
-        peak, total = np.empty((1, share), np.float32), np.empty((1, share), np.float32)
-        most = np.empty(1, np.float32)
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
-            for g in range(share):
-                at, to = (which * share + g) * count, (worker * share + g) * count
-                peak[0, g], total[0, g] = _highest(line, at, count), 0
-                if peak[0, g] > -np.inf:
-                    total[0, g] = _weights(line, at, count, peak[0, g], weights, to)
-                else:
-                    weights[to : to + count] = 0
-            _factors(peak, total, most)
-            _voted(weights, worker * share * count, count, share, total.reshape(-1), 0, most[0], out, worker * count,
-                   count)  # fmt: skip
+            vote_of_list(line, which * share * count, count, share, kept, worker * share * count, out, worker * count)
             listed, chosen = pages[which], ids[which]
             best(votes[worker], chosen)
             for i in range(len(chosen)):

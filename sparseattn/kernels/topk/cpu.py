@@ -56,13 +56,14 @@ def _reaching(typing, numbers, at, least):
 
 
 @intrinsic
-def _first_bit(typing, bits):
-    """The place of the lowest bit of a number that is not 0."""
+def first_bit(typing, bits):
+    """The place of the lowest bit of an unsigned number that is not 0."""
 
     def code(context, builder, signature, arguments):
-        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
+        place, wide = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64)
+        return place if place.type == wide else builder.zext(place, wide)
 
-    return types.intp(types.uint32), code
+    return types.intp(bits), code
 
 
 @intrinsic
@@ -140,17 +141,22 @@ def best(scores, ids):
             keys[i] = _key(tops[i])
         least = _number(_nth(keys, blocks * LANES, count, spare)[0])
     found = 0
-    for n in range(0, total - LANES + 1, LANES):
-        marks = _reaching(scores, n, least)
-        while marks:
-            row = n + _first_bit(marks)
-            marks &= marks - np.uint32(1)
+    if fold == 1:  # most rows are among the best, or there are few
+        for row in range(total):
             places[found], keys[found] = row, _key(scores[row])
-            found += 1
-    for row in range(total & -LANES, total):
-        if not scores[row] < least and scores[row] != -np.inf:
-            places[found], keys[found] = row, _key(scores[row])
-            found += 1
+            found += scores[row] != -np.inf
+    else:
+        for n in range(0, total - LANES + 1, LANES):
+            marks = _reaching(scores, n, least)
+            while marks:
+                row = n + first_bit(marks)
+                marks &= marks - np.uint32(1)
+                places[found], keys[found] = row, _key(scores[row])
+                found += 1
+        for row in range(total & -LANES, total):
+            if not scores[row] < least and scores[row] != -np.inf:
+                places[found], keys[found] = row, _key(scores[row])
+                found += 1
     if found <= count:
         for i in range(count):
             ids[i] = places[i] if i < found else -1

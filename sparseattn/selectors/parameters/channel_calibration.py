@@ -1,20 +1,21 @@
-"""What the channel methods take from calibration data: statistics of keys and queries, and the file that keeps them.
+"""What methods learn from traces beforehand: the channels' statistics, and the file that keeps parameters by layer.
 
 Loki, https://arxiv.org/abs/2406.02542; Double Sparsity, https://arxiv.org/abs/2408.07092. Letters: H KV heads, G query
-heads per KV head, D head size. Keys and queries are as attention sees them, after RoPE, but for "loki" the keys may be
-those before it.
+heads per KV head, D head size, S subspaces of d channels, K centroids. Keys and queries are as attention sees them,
+after RoPE, but for "loki" the keys may be those before it.
 
 The file, format version 1 (any safetensors reader opens it):
 
     layers.{i}.{name}        float32, the parameters of layer i; for "loki" basis [H,D,D] (a column is a principal
                              direction, that of the largest variance first) and variance [H,D], for "doublesparsity"
-                             importance [H,D], the mean of |q_i k_i|
+                             importance [H,D], the mean of |q_i k_i|, for "querypq" centre [H,D], turn [H,D,D], back
+                             [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`
     layers.{i}.inv_freq      [R/2] f32, the frequencies of the layer's RoPE, where it is known
 
     metadata (strings, as safetensors requires):
     format    "sparseattn-calibration"
     version   "1"
-    method    "loki" or "doublesparsity"
+    method    "loki", "doublesparsity" or "querypq"
     roped     "true": keys after RoPE; "false": before it
     ropes     JSON object: layer -> {"scaling", "interleaved"}
     meta      JSON object: model id, config hash, heads, group, size, prompts, tokens, versions
@@ -42,7 +43,8 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 
 FORMAT = "sparseattn-calibration"
 VERSION = "1"
-WHAT = "a calibration (`sparseattn calibrate` makes one)"
+MAKE = "`sparseattn calibrate`, or `train` for querypq, makes one"
+WHAT = f"a calibration ({MAKE})"
 CHUNK = 8192  # rows summed at a time
 
 
@@ -113,13 +115,19 @@ METHODS = {
     "loki": Statistic(("basis", "variance"), _key_moments, _principal, False),
     "doublesparsity": Statistic(("importance",), _products, _importance, True),
 }
+# Method -> its parameters and their sizes, by letters; all but H and D are the file's own.
+PARAMETERS = {
+    "loki": {"basis": "HDD", "variance": "HD"},
+    "doublesparsity": {"importance": "HD"},
+    "querypq": {"centre": "HD", "turn": "HDD", "back": "HDD", "centroids": "HSKd"},
+}
 
 
 class Calibration:
     """Parameters of some layers of one model.
 
     Attributes:
-        method: "loki" or "doublesparsity".
+        method: one of `PARAMETERS`.
         layers: layer -> its parameters by name (see the module).
         roped: whether it is of keys after RoPE.
         ropes: layer -> its RoPE, where it is known.
@@ -139,9 +147,9 @@ class Calibration:
         ropes: Mapping[int, Rope] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        if method not in METHODS:
-            raise CalibrationError(f"a calibration is of one of {', '.join(METHODS)}, got {method!r}")
-        if not roped and METHODS[method].queries:
+        if method not in PARAMETERS:
+            raise CalibrationError(f"a calibration is of one of {', '.join(PARAMETERS)}, got {method!r}")
+        if not roped and (method not in METHODS or METHODS[method].queries):
             raise CalibrationError(f"{method} takes keys and queries after RoPE, not before it")
         if not layers:
             raise CalibrationError("a calibration holds at least one layer")
@@ -156,7 +164,7 @@ class Calibration:
         they are of another one."""
         model = self.meta.get("model", "a model")
         held = self.holds(layer)
-        mine = next(iter(held.values())).shape
+        mine = held[next(iter(PARAMETERS[self.method]))].shape  # [H,D,..]
         if (mine[0], mine[1]) != (heads, size):
             raise CalibrationError(
                 f"the calibration of {model} is for {mine[0]} KV heads of size {mine[1]}, layer {layer} here has "
@@ -235,7 +243,7 @@ def shared(path: str | os.PathLike[str]) -> Calibration:
     """`Calibration.load`, read once for all selectors of the process until the file changes."""
     place = Path(path)
     if not place.is_file():
-        raise CalibrationError(f"{path} is no calibration file (`sparseattn calibrate` makes one)")
+        raise CalibrationError(f"{path} is no calibration file ({MAKE})")
     return _loaded(place.resolve(), place.stat().st_mtime_ns)
 
 
@@ -245,13 +253,20 @@ def _loaded(path: Path, changed: int) -> Calibration:
 
 
 def _check_parameters(method: str, index: int, held: Mapping[str, Tensor]) -> None:
-    names = METHODS[method].names
-    if set(held) != set(names):
-        raise CalibrationError(f"layer {index} has {', '.join(sorted(held)) or 'nothing'}, {method} has {list(names)}")
-    heads, size = held[names[0]].shape[:2] if held[names[0]].ndim > 1 else (0, 0)
-    for name, part in held.items():
-        shape = (heads, size, size) if name == "basis" else (heads, size)
-        if tuple(part.shape) != shape or part.dtype != torch.float32 or not bool(part.isfinite().all()):
+    shapes = PARAMETERS[method]
+    if set(held) != set(shapes):
+        raise CalibrationError(f"layer {index} has {', '.join(sorted(held)) or 'nothing'}, {method} has {[*shapes]}")
+    sizes: dict[str, int] = {}
+    for name, letters in shapes.items():
+        part = held[name]
+        if part.ndim == len(letters):
+            sizes = dict(zip(letters, part.shape, strict=True)) | sizes  # those of the first one count
+        shape = [sizes.get(letter, 0) for letter in letters]
+        if list(part.shape) != shape or part.dtype != torch.float32 or not bool(part.isfinite().all()):
             raise CalibrationError(
-                f"{name} of layer {index} is finite float32 {list(shape)}, got {part.dtype} {list(part.shape)}"
+                f"{name} of layer {index} is finite float32 {shape}, got {part.dtype} {list(part.shape)}"
             )
+    if "S" in sizes and sizes["S"] * sizes["d"] != sizes["D"]:
+        raise CalibrationError(
+            f"centroids of layer {index} are of S * d = {sizes['D']} channels, got {sizes['S']} of {sizes['d']}"
+        )

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.kernels import codebooks
+from sparseattn.kernels.product_kmeans import product_codebooks
+
 ASKED = 64  # queries of the prompt's end that say which keys are reached
 RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no query of the sample has stay finite
 
@@ -85,3 +88,34 @@ def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor
     hidden = ~seen.repeat(queries.shape[1], 1)
     weights = logits.masked_fill(hidden, -torch.inf).softmax(2).nan_to_num(0.0).mean(1)
     return weights / weights.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def codes_of(
+    keys: Tensor, queries: Tensor | None, weights: Tensor | None, parts: int, bits: int, seed: int
+) -> dict[str, Tensor]:
+    """Return what keys are coded by, float32: centre `[H,D]`, turn `[H,D,D]` of keys less that, back `[H,D,D]` of
+    queries, and centroids `[H,S,2^bits,d]` of turned keys.
+
+    Args:
+        keys: `[H,n,D]` float32, a sample.
+        queries: `[H,G,m,D]`, whose second moment is the metric; None: keys are centred and rotated only.
+        weights: `[H,n]` float32, what a key counts for in the mean of its centroid; None: 1.
+        parts: S.
+        bits: of a name.
+        seed: of the first centroids.
+    """
+    centre = keys.mean(1)
+    centred = keys - centre[:, None]
+    turn, back = balanced(centred, unit_metric(keys) if queries is None else metric_of(queries), parts)
+    books = product_codebooks(centred @ turn.mT, parts, bits, seed, weights)
+    return {"centre": centre, "turn": turn, "back": back, "centroids": books}
+
+
+def share_kept(keys: Tensor, codes: dict[str, Tensor]) -> Tensor:
+    """Return `[H]`, the share of the logits' variance among keys `[H,n,D]` that their codes keep, over the queries of
+    the metric: that of the turned keys' variance."""
+    turned = (keys - codes["centre"][:, None]) @ codes["turn"].mT
+    books = codes["centroids"]
+    named = codebooks.nearest(turned[None], books[None])[0].long().mT  # [H,S,n]
+    read = books.gather(2, named[..., None].expand(-1, -1, -1, books.shape[3])).transpose(1, 2).flatten(2)
+    return 1 - (turned - read).square().sum((1, 2)) / (turned - turned.mean(1, keepdim=True)).square().sum((1, 2))

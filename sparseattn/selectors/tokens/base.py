@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import replace
 
@@ -24,11 +25,14 @@ class Ranked(EstimatesMass, Selector):
     a file. They lie in row buffers that grow along dimension 2, and rows sealed later do not change them.
 
     Attributes:
+        page: rows that are chosen together, a power of two, by the sum of their weights: 1, or what the method sets as
+            its span besides.
         by_row: names of the row buffers that hold something of every row.
         known: `[B,1]` bool, a sequence has its parameters; of methods that learn.
     """
 
     operators = 12
+    page = 1
     by_row: tuple[str, ...]
     known: RowBuffer
 
@@ -80,21 +84,27 @@ class Ranked(EstimatesMass, Selector):
             getattr(self, name).fix(rows)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        return self.best(self.logits(query, step.valid), budget)
+        return self.best(self.masses(self.logits(query, step.valid)), budget)
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
-        logits = self.logits(query, step.valid)
-        return Weighed.of(self.best(logits, budget), self.fitted(logits))
+        logits = self.masses(self.logits(query, step.valid))
+        means = logits - math.log(self.page) if self.page > 1 else logits  # of a page's exponentiated logits
+        return Weighed.of(self.best(logits, budget), self.fitted(means), self.page)
+
+    def masses(self, logits: Tensor) -> Tensor:
+        """Return the logarithms of the sums of exponentiated `logits` `[B,H,G,N]` of each page: `[B,H,G,P]`."""
+        return logits if self.page == 1 else logits.unflatten(3, (-1, self.page)).logsumexp(4)
 
     def best(self, logits: Tensor, budget: int) -> Selection:
-        """Return the `budget` best rows by `logits` `[B,H,G,N]` and the group's vote."""
-        return Selection.tokens(best_rows(vote(logits, self.group), budget))
+        """Return the best rows, or pages, of a `budget` of rows by `logits` `[B,H,G,P]` and the group's vote."""
+        return Selection.pages(best_rows(vote(logits, self.group), budget // self.page), self.page)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         row, once = self.reads(query)
         scan = Scan(sealed, sealed * row + once)
         scoring = replace(self.scoring(query, sealed), bytes=query.shape[0] * query.shape[1] * scan.read)
-        return self.ranked(query, scan, [scoring], (sealed, min(budget, sealed)), group=self.group)
+        found = sealed // self.page, min(budget, sealed) // self.page
+        return self.ranked(query, scan, [scoring], found, group=self.group, page=self.page)
 
 
 def _alone(rows: Rows, b: int) -> Rows:

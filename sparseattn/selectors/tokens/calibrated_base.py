@@ -1,4 +1,4 @@
-"""What Loki and DoubleSparsity share: parameters of a calibration, or of this prompt where no file is named."""
+"""What methods share whose parameters are a calibration's, or this prompt's where no file is named."""
 
 from __future__ import annotations
 
@@ -19,34 +19,30 @@ from sparseattn.utils.hashing import file_hash
 PROMPT = "prompt"  # stands for a calibration by this prompt alone
 
 
-class Calibrated(Ranked):
-    """Keeps something short of every key, by parameters that a calibration gives.
-
-    Args:
-        artefact: a file of `sparseattn calibrate`; "prompt" (default): the parameters are taken from the first rows
-            that a sequence seals, its prompt's, and not changed by those sealed later.
-        group: how a query group votes, see `vote`.
-        roped: whether the parameters are of keys after RoPE, not before it.
+class FromCalibration(Ranked):
+    """Has its parameters from a file where one is named; its constructor calls `read_from`.
 
     Raises:
-        ValueError: a file that is not there or is of another method; in `for_layer`, a layer that it lacks; in
-            `append`, one of another shape or RoPE.
+        ValueError: in `read_from`, a file that is not there or is of another method; in `for_layer`, a layer that it
+            lacks; in `append`, one of another shape or RoPE.
     """
 
     method: str  # in a calibration
+    command = "calibrate"  # that makes one
     late = ("_held",)
+    artefact: str
+    roped: bool
 
-    def __init__(self, artefact: str, group: str, roped: bool = True) -> None:
-        super().__init__(group)
+    def read_from(self, artefact: str, roped: bool = True) -> None:
+        """Take parameters from a file of `sparseattn calibrate` or `train`, or from "prompt".
+
+        Args:
+            roped: whether they are of keys after RoPE, not before it.
+        """
         self.artefact, self.roped = artefact, roped
-        self.known = RowBuffer(1)
         self._held: Calibration | None = None
         if artefact != PROMPT:
             self.calibration()
-
-    @abstractmethod
-    def taken(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a layer's parameters (`channel_calibration`), what the row buffers of their names hold: `[H,..]`."""
 
     def calibration(self) -> Calibration:
         """The file, read once for all layers; ValueError where it is none of this method."""
@@ -55,7 +51,7 @@ class Calibrated(Ranked):
             if held.method != self.method:
                 raise CalibrationError(
                     f"{self.artefact} is a calibration for {held.method}, and {identity(type(self))} needs one for "
-                    f"{self.method}: sparseattn calibrate --method {self.method}"
+                    f"{self.method}: sparseattn {self.command} --method {self.method}"
                 )
             if held.roped != self.roped:
                 found, asked = ("after", "before") if held.roped else ("before", "after")
@@ -92,12 +88,39 @@ class Calibrated(Ranked):
     def source(self) -> str:
         return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")
 
+    def filed(self, keys: Tensor) -> dict[str, Tensor]:
+        """Return the file's parameters of this layer's heads for keys `[H,n,D]`, on their device."""
+        held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.layer_context.rope)
+        own = list(self.head_numbers(len(keys)))
+        return {name: part[own].to(keys.device) for name, part in held.items()}
+
+
+class Calibrated(FromCalibration):
+    """Keeps something short of every key, by parameters that a calibration gives.
+
+    Args:
+        artefact: a file of `sparseattn calibrate`; "prompt" (default): the parameters are taken from the first rows
+            that a sequence seals, its prompt's, and not changed by those sealed later.
+        group: how a query group votes, see `vote`.
+        roped: whether the parameters are of keys after RoPE, not before it.
+
+    Raises:
+        ValueError: see `FromCalibration`.
+    """
+
+    def __init__(self, artefact: str, group: str, roped: bool = True) -> None:
+        super().__init__(group)
+        self.known = RowBuffer(1)
+        self.read_from(artefact, roped)
+
+    @abstractmethod
+    def taken(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a layer's parameters (`channel_calibration`), what the row buffers of their names hold: `[H,..]`."""
+
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, positions = rows.keys[0], rows.positions[0]
         if self.artefact != PROMPT:
-            held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.layer_context.rope)
-            own = list(self.head_numbers(len(keys)))
-            return self.taken({name: part[own].to(keys.device) for name, part in held.items()})
+            return self.taken(self.filed(keys))
         if not self.roped:
             keys = self._rope().unrotate(keys.float(), positions)
         queries: Tensor | None = None

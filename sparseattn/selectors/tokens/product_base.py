@@ -54,9 +54,9 @@ class ProductCoded(Coded):
         which = torch.randperm(count, generator=stream(self.seed, "sample"))[: self.sample or count].sort().values
         return which.to(keys.device)
 
-    def books(self, keys: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the codebooks `[H,S,2^bits,d]` float32 of keys `[H,n,D]` float32 with weights `[H,n]`."""
-        return product_codebooks(keys, self.subspaces_of(keys.shape[2]), self.bits, self.seed, weights)
+    def books(self, keys: Tensor) -> Tensor:
+        """Return the codebooks `[H,S,2^bits,d]` float32 of keys `[H,n,D]` float32."""
+        return product_codebooks(keys, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
     def packed(self, keys: Tensor) -> Tensor:
         """Return the names of the nearest centroids of keys `[B,H,n,D]` as they are kept."""

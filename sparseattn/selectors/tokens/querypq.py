@@ -6,26 +6,30 @@ https://arxiv.org/abs/2502.12665; the rotation is OPQ's, https://doi.org/10.1109
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch
-from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_codes import dispatch as product_codes
-from sparseattn.kernels.product_codes.codes import MOST, ProductCodes
+from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, Tables
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.query_metric import balanced, metric_of, reached, unit_metric
+from sparseattn.selectors.parameters.query_metric import codes_of, reached
+from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
+from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
+from sparseattn.utils.hashing import tensors_hash
 
 METRICS = ("own", "keys")
 CHUNK = 1 << 14  # rows that are turned at a time
 
 
-class QueryPQ(LearnsFromQueries, ProductCoded):
+class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
     """Reads the rows with the largest products of the query with the centroids that stand for their turned keys.
 
     The prompt's keys, less their mean, are turned so that a distance between two of them is the root mean square
@@ -47,20 +51,26 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         seed: of the draw and of the first centroids.
         group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each": every query head chooses
             for itself.
+        artefact: a file that `sparseattn train --method querypq` has made of traces, with as many subspaces and bits.
+            Mean, maps and centroids are the file's then, and metric, sample, share, reach and seed count for nothing:
+            coding takes no k-means and no queries. "prompt" (default): they are the prompt's.
+        page: choose pages of so many rows by the sum of their rows' weights, a power of two; 1 (default): single rows.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
     32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
 
-    With "softmax", four rows for every row of the budget are candidates, by tables rounded to 8 bits. They vote by sums
-    of tables that are not rounded (`kernels.product_codes.dispatch.best`).
+    With "softmax" and single rows, four rows for every row of the budget are candidates, by sums of tables that are
+    rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
     k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
 
     `scan_bytes`: the codes of every row, and once per KV head the centroids, the map of queries and the mean.
     """
 
+    operators = 24
     choices = (4, 8)
     channels = 2
+    method, command = "querypq", "train"
 
     def __init__(
         self,
@@ -72,8 +82,13 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         reach: float = 0.5,
         seed: int = 0,
         group: str = "softmax",
+        artefact: str = PROMPT,
+        page: int = 1,
     ) -> None:
-        super().__init__(subspaces, bits, sample, seed, group)
+        ProductCoded.__init__(self, subspaces, bits, sample, seed, group)
+        if page < 1 or page & (page - 1):
+            raise ValueError(f"a page is a power of two rows, or 1, got {page}")
+        self.page = self.span = page
         check_share(share)
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
@@ -82,14 +97,55 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         if not 0 <= reach <= 1:
             raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
         self.metric, self.share, self.reach = metric, share, reach
-        self.queries_share = share if metric == "own" else 0.0
+        self.queries_share = share if metric == "own" and artefact == PROMPT else 0.0
         self.codes = RowBuffer(3, spare=0)  # [B,H,R,N] uint8, each byte of all rows together, as kernels read them
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
         self.turn = RowBuffer(2)  # [B,H,D,D] float32, of keys
         self.back = RowBuffer(2)  # [B,H,D,D] of 16 bits, of queries
+        self.read_from(artefact)
+
+    def check_shape(self, heads: int, group: int | None, size: int) -> None:
+        super().check_shape(heads, group, size)
+        subspaces = self.subspaces_of(size)
+        if self.artefact != PROMPT:
+            theirs = self.calibration().holds(self.layer)["centroids"].shape[1:3]
+            if theirs != (subspaces, 1 << self.bits):
+                raise ValueError(
+                    f"{self} cuts heads of size {size} into {subspaces} subspaces of {1 << self.bits} centroids, and "
+                    f"{self.artefact} is of {theirs[0]} with {theirs[1]}: give it subspaces={theirs[0]},"
+                    f"bits={theirs[1].bit_length() - 1}, or train another one"
+                )
+
+    def index_arguments(self) -> dict[str, Any]:
+        given = super().index_arguments()
+        if self.artefact == PROMPT:
+            return given | {"scale": self.layer_context.scale}
+        return given | {"parameters": tensors_hash(self.calibration().holds(self.layer))}
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        check_no_order(order)
+        (batch, heads, count, size), kind = rows.keys.shape, half(rows.keys)
+        subspaces, square = self.subspaces_of(size), (batch, heads, size, size)
+        wanted = {
+            "codes": (torch.uint8, (batch, heads, self.names(size)[0], count)),
+            "known": (torch.bool, (batch, 1)),
+            "centre": (torch.float32, (batch, heads, size)),
+            "turn": (torch.float32, square),
+            "back": (kind, square),
+            "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, size // subspaces)),
+        }
+        check_tensors(state, wanted)
+        check_finite(state, "centre", "turn", "back", "centroids")
+        check_equal(state, "known", (rows.positions >= 0).any(1, keepdim=True).cpu())
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, kind = rows.keys[0], half(rows.keys)
+        found = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
+        return found | {name: found[name].to(kind) for name in ("back", "centroids")}
+
+    def _prompts(self, rows: Rows) -> dict[str, Tensor]:
+        """Return what the prompt's own keys and queries say, see `codes_of`."""
+        keys = rows.keys[0]
         drawn = self.drawn(keys)
         sample, queries = keys[:, drawn].float(), None
         if self.metric == "own":
@@ -98,16 +154,11 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
                 queries, at = sample[:, None], rows.positions[0, drawn]
             else:
                 queries, at = rows.queries[0].float(), rows.query_positions[0]
-        centre = sample.mean(1)  # [H,D]
-        centred = sample - centre[:, None]
-        metric = unit_metric(keys) if queries is None else metric_of(queries)
-        turn, back = balanced(centred, metric, self.subspaces_of(keys.shape[2]))
         weights = None
         if queries is not None and self.reach:
-            logits_of = queries / self.temperature(keys.shape[2])
-            weights = reached(logits_of, at, sample, rows.positions[0, drawn]).pow(self.reach)
-        books = self.books(centred @ turn.mT, weights).to(kind)
-        return {"centre": centre, "turn": turn, "back": back.to(kind), "centroids": books}
+            asked = queries / self.temperature(keys.shape[2])
+            weights = reached(asked, at, sample, rows.positions[0, drawn]).pow(self.reach)
+        return codes_of(sample, queries, weights, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
     def append(self, rows: Rows) -> None:
         self.learn(rows)
@@ -119,9 +170,13 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
-        products = codebooks.products(query @ self.back.visible.float().mT, self.centroids.visible)
+        products = self.factors(query).numbers()
         products[:, :, :, 0] += query @ self.centre.visible[..., None]
         return products
+
+    def factors(self, query: Tensor) -> Tables:
+        """Return what `tables` of queries `[B,H,G,D]` float32 are made of, the mean key's part left out."""
+        return Tables(query, self.back.visible, self.centroids.visible)
 
     def stored(self, valid: Tensor) -> ProductCodes:
         """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
@@ -131,9 +186,10 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         return product_codes.logits(self.scaled_tables(query), self.stored(valid))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        if self.group != "softmax":
+        if self.group != "softmax" or self.page > 1:
             return super().select(query, step, budget)
-        return Selection.tokens(product_codes.best(self.scaled_tables(query), self.stored(step.valid), budget))
+        tables = self.factors(query.float() / self.temperature(query.shape[3]))
+        return Selection.tokens(product_codes.best(tables, self.stored(step.valid), budget))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         size = query.shape[3]

@@ -1,0 +1,1 @@
+"""Logits of listed rows by product codes of their keys."""

@@ -1,0 +1,271 @@
+"""Logits of rows, and the best rows, by product codes of their keys, as fused Triton kernels.
+
+`sum_rows` reads the codes of a tile of rows once for all query heads of a KV head. A subspace's tables are looked up
+within the program, in registers or in its shared memory: by `tl.gather`, as the compiler lays it out. With tables
+rounded to 8 bits a number of 32 bits holds the sums of two query heads, and `below_tops` finds in a second launch how
+far each row is below the best. Candidates are rows that a list names: `sum_rows` looks them up again, and their vote is
+a launch of `group_vote.gpu`.
+"""
+
+# Kernels are compiled by Triton and take its types, for which Python has no annotations.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseattn.kernels.group_vote.gpu import log_sum, vote_tiles
+from sparseattn.kernels.page_bounds.gpu import adjacent
+from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, Tables, blocks_apart, rounded
+from sparseattn.kernels.topk.dispatch import best_rows
+
+WIDE = tl.constexpr(16)  # rows
+
+
+@triton.jit
+def _looked_up(tables, which, code, LINES: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_P: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """`[P*BLOCK]`, of every line the numbers of subspace `which` at codes `[BLOCK]`; tables: `[2R or R,LINES,K]`."""
+    at = tl.arange(0, BLOCK_P * ENTRIES)
+    table = tl.load(tables + which * (LINES * ENTRIES) + at, mask=at < LINES * ENTRIES, other=0)
+    place = tl.arange(0, BLOCK_P)[:, None] * ENTRIES + code[None, :]
+    return tl.gather(table, tl.reshape(place, [BLOCK_P * BLOCK]), 0)  # of one dimension: from shared memory
+
+
+# Specialised are strides alone: a row more must not compile a new kernel.
+@triton.jit(do_not_specialize=["rows", "apart", "valid_step_b"])
+def sum_rows(
+    tables,  # [B,L,2R or R,LINES,K] float32 of query heads, or int32 of two query heads each
+    codes,  # [B,H,R,N] uint8, any strides but the last
+    valid,  # [B,N]
+    ids,  # [B,L,rows] int32, which row is looked up, negative: none; None: all in order
+    out,  # [B,L,LINES,rows], as tables
+    tile_fact,  # [B,L,LINES,tiles] float32, log-sum-exps; of integers [B,L,2 LINES,tiles] int32, the best; or None
+    rows,
+    apart,
+    valid_step_b,
+    codes_step_b,
+    codes_step_h,
+    codes_step_r,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,  # R
+    EACH: tl.constexpr,  # lists of a KV head, L / H
+    LINES: tl.constexpr,  # query heads, or pairs of them, of a list
+    EVEN: tl.constexpr,  # whether rows are a multiple of WIDE, all in order
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of table entries by the codes of rows; floats are logits, -inf where a row is not valid.
+
+    The best sums of a tile are those of the rows of every `apart`-th block of 64, where it is not 0 (`codes.sampled`).
+    """
+    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = b.to(tl.int64) * tl.num_programs(1) + h  # of B*L
+    kind = tables.dtype.element_ty
+    entries: tl.constexpr = 1 << BITS
+    each: tl.constexpr = 8 // BITS  # codes of a byte
+    p = tl.arange(0, BLOCK_P)
+    place = tile * BLOCK + tl.arange(0, BLOCK)
+    here = place < rows
+    if ids is None:
+        row = place.to(tl.int64)
+        known = here
+    else:
+        row = tl.load(ids + head * rows + place, mask=here, other=-1).to(tl.int64)
+        known = here & (row >= 0)
+    known = known & (tl.load(valid + b.to(tl.int64) * valid_step_b + row, mask=known, other=0) != 0)
+    count = tl.max(known.to(tl.int32), 0) * BYTES  # of a tile without a valid row none: spare capacity costs nothing
+    if EVEN:  # one mask for WIDE rows, so that a thread loads several codes at once
+        read = place // WIDE * WIDE < rows
+    else:
+        read = known
+    codes += b.to(tl.int64) * codes_step_b + (h // EACH).to(tl.int64) * codes_step_h + row
+    tables += head * (BYTES * each * LINES * entries)
+    total = tl.zeros([BLOCK_P * BLOCK], kind)
+    for r in range(count):
+        code = tl.load(codes, mask=read, other=0).to(tl.int32)
+        for c in tl.static_range(each):
+            own = (code >> (BITS * c)) & (entries - 1)
+            total += _looked_up(tables, each * r + c, own, LINES, entries, BLOCK_P, BLOCK)
+        codes += codes_step_r
+    total = tl.reshape(total, [BLOCK_P, BLOCK])
+    line = head * LINES + p
+    if kind == tl.int32:
+        whole = rows // 64
+        among = (place // 64 % tl.maximum(apart, 1) == 0) & ((place // 64 < whole) | (whole == 0))
+        compared = tl.where((known & among)[None, :], total, 0)
+        low, high = tl.max(compared & 0xFFFF, 1), tl.max(compared >> 16, 1)
+        at = tile_fact + 2 * line * tl.num_programs(0) + tile
+        tl.store(at, low, mask=p < LINES)
+        tl.store(at + tl.num_programs(0), high, mask=p < LINES)
+    else:
+        total = tl.where(known[None, :], total, float("-inf"))
+        if tile_fact is not None:
+            tl.store(tile_fact + line * tl.num_programs(0) + tile, log_sum(total), mask=p < LINES)
+    tl.store(out + line[:, None] * rows + place[None, :], total, mask=(p < LINES)[:, None] & here[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "heads", "valid_step_b"])
+def below_tops(
+    sums,  # [B,H,LINES,N] int32, of two query heads each
+    tile_top,  # [B,H,2 LINES,tiles] int32
+    valid,  # [B,N]
+    out,  # [B,H,N] float32
+    rows,
+    tiles,
+    heads,  # H
+    valid_step_b,
+    G: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """How far a row's sum is below a query head's best of the sample, at the nearest head: none above 0, -inf where it
+    is not valid."""
+    head = tl.program_id(1).to(tl.int64)
+    p = tl.arange(0, BLOCK_P)
+    line = head * LINES + p
+    low = tl.zeros([BLOCK_P], tl.int32)
+    high = tl.zeros([BLOCK_P], tl.int32)
+    for first in range(0, tiles, 64):
+        tile = first + tl.arange(0, 64)
+        mask = (p < LINES)[:, None] & (tile < tiles)[None, :]
+        at = tile_top + 2 * line[:, None] * tiles + tile[None, :]
+        low = tl.maximum(low, tl.max(tl.load(at, mask=mask, other=0), 1))
+        high = tl.maximum(high, tl.max(tl.load(at + tiles, mask=mask, other=0), 1))
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = row < rows
+    both = tl.load(sums + line[:, None] * rows + row[None, :], mask=(p < LINES)[:, None] & here[None, :], other=0)
+    least: tl.constexpr = -(1 << 16)  # below all differences
+    first = tl.where((2 * p < G)[:, None], (both & 0xFFFF) - low[:, None], least)
+    second = tl.where((2 * p + 1 < G)[:, None], (both >> 16) - high[:, None], least)
+    nearest = tl.minimum(tl.max(tl.maximum(first, second), 0), 0).to(tl.float32)
+    real = tl.load(valid + (head // heads) * valid_step_b + row, mask=here, other=0) != 0
+    tl.store(out + head * rows + row, tl.where(real, nearest, float("-inf")), mask=here)
+
+
+# NOT MEASURED on a GPU yet: from the compiler's reports, without spills (docs/lab/kernels.md).
+HELD = 2048  # sums of a program
+LEAST_ROWS, MOST_ROWS = 64, 1024  # of a program
+VOTE_BLOCK = 512  # candidates that one program of `vote_softmax` votes on
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def launch(lines: int, bits: int, count: int, even: bool, each: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the compile-time constants and options of `sum_rows`, for a launch and for compiling ahead alike.
+
+    Args:
+        lines: query heads whose tables are of floats, or pairs of them.
+        bits: of a code.
+        count: bytes of a row.
+        even: whether rows are a multiple of 16, all in order.
+        each: lists of a KV head.
+    """
+    block_p = triton.next_power_of_2(lines)
+    block = max(min(HELD // block_p, MOST_ROWS), LEAST_ROWS)
+    constants = {"BITS": bits, "BYTES": count, "EACH": each, "LINES": lines, "EVEN": even}
+    return constants | {"BLOCK_P": block_p, "BLOCK": block}, OPTIONS
+
+
+def launch_tops(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `launch`, for `below_tops`: of `group` query heads a KV head."""
+    lines = -(-group // 2)
+    block_p = triton.next_power_of_2(lines)
+    block = max(min(HELD // block_p, MOST_ROWS), LEAST_ROWS)
+    return {"G": group, "LINES": lines, "BLOCK_P": block_p, "BLOCK": block}, OPTIONS
+
+
+def _laid(tables: Tensor, keys: ProductCodes) -> Tensor:
+    """Return tables `[B,L,G,M,K]` as the kernel reads them, `[B,L,M,G,K]`: M as many as the bytes have codes, one more
+    of zeros where a byte has one alone."""
+    missing = keys.codes.shape[2] * 8 // keys.bits - tables.shape[3]
+    return torch.nn.functional.pad(tables, (0, 0, 0, missing)).transpose(2, 3).contiguous()
+
+
+def _sums(laid: Tensor, keys: ProductCodes, ids: Tensor | None, facts: bool) -> tuple[Tensor, Tensor | None]:
+    """Launch `sum_rows`: sums `[B,L,LINES,rows]` and, if asked for, what each tile's are together."""
+    codes = keys.codes
+    if codes.stride(3) != 1 and codes.shape[3] > 1:
+        raise ValueError(f"the kernel reads codes whose rows are adjacent: the last stride is 1, got {codes.stride()}")
+    batch, lists, _, lines, _ = laid.shape
+    rows = codes.shape[3] if ids is None else ids.shape[2]
+    even = ids is None and not rows % WIDE.value
+    constants, options = launch(lines, keys.bits, codes.shape[2], even, lists // codes.shape[1])
+    tiles, valid = triton.cdiv(rows, constants["BLOCK"]), adjacent(keys.valid)
+    out = laid.new_empty(batch, lists, lines, rows)
+    members = 1 if laid.dtype == torch.float32 else 2
+    tile_fact = laid.new_empty(batch, lists, members * lines, tiles) if facts else None
+    if out.numel():
+        with torch.cuda.device_of(codes):  # Triton launches on the current device
+            sum_rows[tiles, lists, batch](
+                laid,
+                codes,
+                valid,
+                None if ids is None else ids.contiguous(),
+                out,
+                tile_fact,
+                rows,
+                blocks_apart(rows),
+                valid.stride(0),
+                *codes.stride()[:3],
+                **constants,
+                **options,
+            )
+    return out, tile_fact
+
+
+def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
+    """As `dispatch.logits`."""
+    return _sums(_laid(tables, keys), keys, None, False)[0]
+
+
+def _below(sums: Tensor, tile_top: Tensor, valid: Tensor, group: int) -> Tensor:
+    """Launch `below_tops`: `[B,H,N]` of sums `[B,H,LINES,N]` of `group` query heads."""
+    batch, heads, _, rows = sums.shape
+    out = torch.empty(batch, heads, rows, device=sums.device)
+    if out.numel():
+        constants, options = launch_tops(group)
+        valid = adjacent(valid)
+        with torch.cuda.device_of(out):
+            below_tops[triton.cdiv(rows, constants["BLOCK"]), batch * heads](
+                sums, tile_top, valid, out, rows, tile_top.shape[3], heads, valid.stride(0), **constants, **options
+            )
+    return out
+
+
+def nearest(names: Tensor, keys: ProductCodes) -> Tensor:
+    """Return how far each row is below the sample's best, at the query head where it is nearest: `[B,H,N]` float32,
+    none above 0, -inf where a row is not valid; names: `[B,H,G,M,K]` uint8, tables rounded to 8 bits."""
+    group, subspaces = names.shape[2:4]
+    if subspaces > MOST:
+        raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
+    names = torch.nn.functional.pad(names, (0, 0, 0, 0, 0, group % 2)).int().unflatten(2, (-1, 2))
+    sums, tile_top = _sums(_laid(names[:, :, :, 0] | names[:, :, :, 1] << 16, keys), keys, None, True)
+    assert tile_top is not None
+    return _below(sums, tile_top, keys.valid, group)
+
+
+def sums_of_listed(tables: Tensor, keys: ProductCodes, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits `[B,L,G,C]` of the rows `ids` `[B,L,C]` int32, -inf for negative, by tables `[B,L,G,M,K]`, L a
+    multiple of H; and each tile's log-sum-exps."""
+    listed, tile_lse = _sums(_laid(tables, keys), keys, ids, True)
+    assert tile_lse is not None
+    return listed, tile_lse
+
+
+def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
+    """Return the group's vote "softmax" `[B,H,C]` float32 among the rows `ids` `[B,H,C]` int32, -inf for negative."""
+    return vote_tiles(*sums_of_listed(tables, keys, ids), VOTE_BLOCK)
+
+
+def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
+    """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
+    names, step, _ = rounded(tables.numbers())
+    candidates = best_rows(nearest(names, keys), MORE * count)  # [B,H,C]
+    chosen = best_rows(voted(names * step[:, :, None, None, None], keys, candidates), count)
+    return candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1)

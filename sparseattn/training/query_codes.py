@@ -1,0 +1,172 @@
+"""Trains querypq's metric, rotation and codebooks on traces: the product codes of keys for many prompts of a model.
+
+Letters: H KV heads, G query heads per KV head, D head size, S subspaces. A layer is learned from keys and queries drawn
+from all prompts, as `QueryPQ` learns from those of its own. Finished layers are kept in `OUT.partial` until the file is
+written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.selectors.parameters.channel_calibration import Calibration
+from sparseattn.selectors.parameters.query_metric import codes_of, reached, share_kept
+from sparseattn.selectors.tokens.querypq import QueryPQ
+from sparseattn.training.calibrate import meta_of, output_file
+from sparseattn.training.partial import Partial, identity
+from sparseattn.training.prompts import HeadView, Prompts, TracedPrompt, load, open_all, quota
+from sparseattn.training.recipe import TrainingError
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.hashing import stream
+
+METHOD = "querypq"
+
+
+@dataclass(frozen=True)
+class CodesRecipe:
+    """Everything that decides the outcome, except the prompts.
+
+    Args:
+        subspaces, bits, reach, seed: see `QueryPQ`.
+        sample: keys of a KV head, over all prompts.
+        queries: of each query head for the metric, over all prompts.
+
+    Raises:
+        TrainingError: a number out of its range.
+    """
+
+    subspaces: int = 0
+    bits: int = 4
+    sample: int = 32768
+    queries: int = 8192
+    reach: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sample < 1 or self.queries < 1:
+            raise TrainingError(f"sample and queries are 1 or more, got {self.sample} and {self.queries}")
+        try:
+            self.selector()
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
+
+    def selector(self) -> QueryPQ:
+        """Return a selector of these subspaces and bits, which knows what fits a head."""
+        return QueryPQ(self.subspaces, self.bits, reach=self.reach, seed=self.seed)
+
+
+def train_codes(
+    traces: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    recipe: CodesRecipe | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Learn the codes of all layers and write them as the calibration `out`; continue where a killed run stopped.
+
+    One layer of one prompt is in memory at a time, with samples of fixed size.
+
+    Args:
+        traces: trace files and folders of them, of one model; one is enough.
+        out: the file to write, a .safetensors file.
+        layers: all with full attention by default.
+        device: where to compute; a CUDA device if there is one.
+        progress: called with the number of layers done, over all prompts, and their total.
+
+    Returns:
+        The calibration that was written. Its `meta["kept"]` has, by layer, the share of the logits' variance that the
+        codes keep, in the mean of KV heads.
+
+    Raises:
+        TrainingError: traces that do not belong together, heads that no such subspaces cut, an `out` that is no
+            .safetensors file, or a partial run of other traces or another recipe.
+        TraceError: a file that is no trace.
+        CalibrationError: a file that cannot be written.
+        ValueError: a device that torch cannot use here.
+    """
+    recipe, out, place = recipe or CodesRecipe(), output_file(out), usable_device(device)
+    prompts = open_all(traces, layers, roped=True)
+    for shape in prompts.shapes.values():
+        try:
+            recipe.selector().check_shape(shape.heads, shape.group, shape.size)
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
+    folder, total = Partial(Path(f"{out}.partial"), identity(recipe, prompts)), len(prompts.shapes) * len(prompts.train)
+    folder.open()
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    try:
+        for index in prompts.shapes:
+            if folder.layer(index).exists():
+                done += len(prompts.train)
+                continue
+            codes, kept = _layer(prompts, index, recipe, place, step)
+            folder.write(folder.layer(index), {name: part.cpu() for name, part in codes.items()}, {"kept": kept})
+    except BaseException:
+        folder.remove_if_bare()
+        raise
+    read = {index: folder.read(folder.layer(index)) for index in prompts.shapes}
+    scales = {str(index): shape.scale for index, shape in prompts.shapes.items()}
+    more = {
+        "scales": scales,
+        "recipe": asdict(recipe),
+        "kept": {str(index): facts["kept"] for index, (_, facts) in read.items()},
+    }
+    found = {index: codes for index, (codes, _) in read.items()}
+    Calibration(METHOD, found, ropes=prompts.ropes, meta=meta_of(prompts) | more).save(out)
+    folder.remove()
+    return Calibration.load(out)
+
+
+def _layer(
+    prompts: Prompts, index: int, recipe: CodesRecipe, device: torch.device, step: Callable[[], None]
+) -> tuple[dict[str, Tensor], float]:
+    """Return what the keys of a layer are coded by, and the share of the logits' variance that it keeps."""
+    drawn: list[dict[str, Tensor]] = []
+    for prompt in prompts.train:
+        heads = range(prompts.shapes[index].heads)
+        parts = [_drawn(view, prompt, recipe, prompts) for _, view in load(prompts, prompt, index, heads, True, device)]
+        drawn.append({name: torch.stack([part[name] for part in parts]) for name in parts[0]})
+        step()
+    keys, queries, weights = (
+        torch.cat([part[name] for part in drawn], dim) for name, dim in (("keys", 1), ("queries", 2), ("weights", 1))
+    )
+    subspaces = recipe.selector().subspaces_of(keys.shape[2])
+    codes = codes_of(keys, queries, weights if recipe.reach else None, subspaces, recipe.bits, recipe.seed)
+    return codes, float(share_kept(keys, codes).mean())
+
+
+def _drawn(view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: Prompts) -> dict[str, Tensor]:
+    """Return a head's sample of one prompt: keys `[n,D]`, queries `[G,q,D]` and the keys' weights `[n]`.
+
+    Its rows are the same in all heads, drawn by the prompt.
+    """
+    many, device = len(prompts.train), view.keys.device
+    which = torch.randperm(len(view.keys), generator=stream(recipe.seed, METHOD, prompt.sha256))
+    which = which[: quota(recipe.sample, many)].sort().values.to(device)
+    count = view.query.shape[1]
+    at = torch.linspace(0, count - 1, min(count, quota(recipe.queries, many))).long()
+    queries, keys = view.query[:, at].to(device).float(), view.keys[which]
+    asked, places = view.query_positions[at.to(device)], view.positions[which]
+    weights = reached((queries * view.scale)[None], asked, keys[None], places)[0].pow(recipe.reach)
+    return {"keys": keys, "queries": queries, "weights": weights}
+
+
+def kept(calibration: Calibration) -> dict[int, float]:
+    """Return `meta["kept"]` of a file of `train_codes` by layer."""
+    found: dict[str, Any] = calibration.meta["kept"]
+    return {int(index): share for index, share in found.items()}
