@@ -238,14 +238,14 @@ def compile_product_codes_ahead(group: int, bits: int, count: int, arch: int = 9
     for whole, listed in ((True, False), (False, False), (False, True)):
         constants, options = product_codes_gpu.launch(-(-group // 2) if whole else group, bits, count, not listed)
         kind = "*i32" if whole else "*fp32"
-        facts = kind if whole or listed else None
-        arguments: Arguments = [kind, "*u8", "*i1", "*i32" if listed else None, kind, facts, "i32", "i32", "i32"]
+        facts = kind if listed else None
+        arguments: Arguments = [kind, "*u8", "*i1", "*i32" if listed else None, kind, facts, "i32", "i32"]
         arguments += [1 << 20, 1 << 16, 1 << 12]  # steps of b, h and a byte
         tile_bytes = 0 if listed else constants["BLOCK"]
         row_bytes = count + (5 if listed else 1)
         found.append(_compile(product_codes_gpu.sum_rows, arguments, constants, options, arch, tile_bytes, row_bytes))
     constants, options = product_codes_gpu.launch_tops(group)
-    arguments = ["*i32", "*i32", "*i1", "*fp32", "i32", "i32", "i32", "i32"]
+    arguments = ["*i32", "*i32", "*i1", "*fp32", "i32", "i32", "i32"]
     row_bytes = 4 * constants["LINES"] + 1
     below = _compile(product_codes_gpu.below_tops, arguments, constants, options, arch, row_bytes=row_bytes)
     return [found[0], below, *found[1:]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-LEAST = 8 << 20  # bytes of a tensor for which it pays
+LEAST = 4 << 20  # bytes of a tensor for which it pays
 MADV_HUGEPAGE = 14
 
 

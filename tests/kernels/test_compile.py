@@ -297,7 +297,8 @@ def compile_a_launch() -> Rows:
             query, attend_quantized_reference.encode(cache, cache, 8, 32), selection, 0.1, splits=3
         )
         by_code = ProductCodes(torch.zeros(2, 2, 8, 512, dtype=torch.uint8), 4, valid)
-        product_codes_gpu.nearest(torch.zeros(2, 2, 4, 16, 16, dtype=torch.uint8), by_code)
+        names = torch.zeros(2, 2, 4, 16, 16, dtype=torch.uint8)
+        product_codes_gpu.nearest(names, torch.ones(2, 2), by_code)
         product_codes_gpu.logits(torch.zeros(2, 2, 4, 16, 16), by_code)
         product_codes_gpu.voted(torch.zeros(2, 2, 4, 16, 16), by_code, torch.zeros(2, 2, 1, dtype=torch.int32))
     facts = [

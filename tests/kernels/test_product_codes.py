@@ -78,7 +78,7 @@ def test_rows_that_are_chosen_are_those_of_the_whole_vote_where_all_are_candidat
     sums = step[:, :, None, None] * reference.sums(names.float(), keys)
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
     found = dispatch.best(tables, keys, 400 // MORE, impl="torch")
-    assert torch.equal(votes.gather(2, found.long()).sort(-1).values, votes.topk(100).values.sort(-1).values)
+    assert torch.equal(votes.gather(2, found.long()).sort(-1).values, votes.topk(400 // MORE).values.sort(-1).values)
 
 
 def test_sums_that_would_not_fit_are_refused() -> None:

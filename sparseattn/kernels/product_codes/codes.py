@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.kernels import codebooks
 
-MORE = 4  # candidates for every row that is chosen
+MORE = 2  # candidates for every row that is chosen: with as many the vote chooses as among all (the log, 2026-11-25)
 BLOCK = 64  # rows that kernels take at once
 APART, FEW = 16, 64  # blocks, see `blocks_apart`
 LEVELS = 255  # steps of a rounded table
@@ -75,8 +75,8 @@ def blocks_apart(rows: int) -> int:
 
 
 def sampled(rows: int) -> Tensor:
-    """Return the rows `[n]` int64 among which a query head's best is the one that others are compared with: those of
-    every 16th whole block; of fewer than 1,024 blocks of more, 64 or all; the only rows where no block is whole."""
+    """Return the rows `[n]` int64 that tell what a query head weighs in all: those of every 16th whole block; of fewer
+    than 1,024 blocks of more, 64 or all; the only rows where no block is whole."""
     whole = rows // BLOCK
     blocks = torch.arange(0, whole, blocks_apart(rows))
     return (BLOCK * blocks[:, None] + torch.arange(BLOCK)).flatten() if whole else torch.arange(rows)

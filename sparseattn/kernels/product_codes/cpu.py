@@ -17,10 +17,10 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from sparseattn.kernels.group_vote.cpu_vectors import vote_of_list
+from sparseattn.kernels.group_vote.cpu_vectors import highest, vote_of_list, weights
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, LOG2E, dot, dot4, storage_of
+from sparseattn.kernels.numba_rows import FAST, LOG2E, dot, dot4, prefetch, storage_of
 from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.product_codes.codes import BLOCK, LEVELS, MORE, MOST, ProductCodes, Tables, blocks_apart
@@ -30,13 +30,12 @@ from sparseattn.kernels.product_codes.cpu_sums import (
     SHUFFLES,
     list_rows,
     listed_logits,
-    raise_tops,
     sums_of_block,
     within,
 )
 from sparseattn.kernels.topk.cpu import best as best_of
 
-TOPS = 32  # numbers that `raise_tops` writes for a query head
+AHEAD = 1024  # bytes of a code's rows that are asked for before their turn
 ALL = NONE - 1  # no valid row is farther below the best
 COARSE = 3  # bits that a bin of the first histogram leaves out
 
@@ -91,9 +90,9 @@ def _round(tables, names):
 
 
 @njit
-def _added(codes, at, step, count, bits, names, sums, tops, near):
+def _added(codes, at, step, count, bits, names, out, head_step, tops, near, o):
     """As `sums_of_block`, where no shuffle looks codes up: four query heads' sums in a number of 64 bits."""
-    share, near[:] = names.shape[0], NONE
+    share, near[o : o + BLOCK] = names.shape[0], NONE
     for first in range(0, share, 4):
         four = np.zeros((names.shape[1], names.shape[2]), np.uint64)
         for g in range(min(4, share - first)):
@@ -110,41 +109,58 @@ def _added(codes, at, step, count, bits, names, sums, tops, near):
                     total += four[2 * r, code & 15] + four[2 * r + 1, code >> 4]
             for g in range(min(4, share - first)):
                 one = np.int64((total >> np.uint64(16 * g)) & np.uint64(0xFFFF))
-                sums[(first + g) * BLOCK + lane] = one
-                near[lane] = min(np.int64(near[lane]), np.int64(tops[first + g]) - one)
+                out[(first + g) * head_step + o + lane] = one
+                near[o + lane] = min(np.int64(near[o + lane]), np.int64(tops[first + g]) - one)
 
 
 @njit
-def _sample(codes, at, step, count, bits, names, valid, apart, more):
-    """Return the best sum of each query head in a sample, every `apart`-th block, `[G]` uint16, and about how far below
-    these the `more`-th of all rows is, or a little more."""
+def _sums_of_sample(codes, at, step, count, bits, names, valid, apart, tops, sums, near):
+    """Write the sums of every `apart`-th block, `[G*n]`, and how far they are below `tops`, `[n]`, `NONE` for rows that
+    are not valid."""
     share, blocks, flat, size = names.shape[0], len(valid) // BLOCK, names.reshape(-1), names[0].size
-    sums, near = np.empty(share * BLOCK, np.uint16), np.empty(BLOCK, np.int16)
-    tops, best = np.zeros(share * TOPS, np.uint16), np.zeros(share, np.uint16)
     for block in range(0, blocks, apart):
+        row, o = block * BLOCK, block // apart * BLOCK
         if SHUFFLES > 0 and bits == 4:
-            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, sums, best, near)
+            sums_of_block(codes, at + row, step, count, flat, size, share, sums, len(near), tops, near, o)
         else:
-            _added(codes, at + block * BLOCK, step, count, bits, names, sums, best, near)
-        raise_tops(sums, share, valid, block * BLOCK, tops)
+            _added(codes, at + row, step, count, bits, names, sums, len(near), tops, near, o)
+        within(near, o, valid, row, np.int16(0))
+
+
+@njit
+def _sample(codes, at, step, count, bits, names, valid, apart, more, unit):
+    """Return what sum of a query head all rows are compared with, `[G]` uint16, by a sample: every `apart`-th block.
+    And return about how far below these the `more`-th of all rows is, or a little more.
+
+    A head's number is the logarithm of its weights' sum, in steps of sums, less what keeps it among these and is the
+    same for all heads. unit: such a step in a logit, in units of log 2.
+    """
+    share, rows = names.shape[0], (len(valid) // BLOCK + apart - 1) // apart * BLOCK
+    sums, near = np.empty(share * rows, np.uint16), np.empty(rows, np.int16)
+    tops, whole, best = np.zeros(share, np.uint16), np.zeros(share, np.float32), np.zeros(share, np.float32)
+    logits, least = np.empty(rows, np.float32), np.float32(np.inf)
+    _sums_of_sample(codes, at, step, count, bits, names, valid, apart, tops, sums, near)
     for g in range(share):
-        best[g] = tops[g * TOPS : (g + 1) * TOPS].max()
-    bins = np.zeros((MOST * LEVELS >> COARSE) + 1, np.int32)
-    for block in range(0, blocks, apart):
-        if SHUFFLES > 0 and bits == 4:
-            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, sums, best, near)
-        else:
-            _added(codes, at + block * BLOCK, step, count, bits, names, sums, best, near)
-        for lane in range(BLOCK):
-            if valid[block * BLOCK + ROW_AT[lane]]:
-                bins[near[lane] >> COARSE] += 1
+        listed_logits(sums, g * rows, near, np.int16(ALL), np.float32(unit), rows, logits, 0)
+        top = highest(logits, 0, rows)
+        if top > -np.inf and unit > 0:
+            best[g] = top / unit
+            whole[g] = best[g] + np.log2(weights(logits, 0, rows, top, logits, 0)) / unit
+        least = min(least, whole[g] - best[g])
+    for g in range(share):
+        tops[g] = np.uint16(min(np.rint(whole[g] - least), np.float32(ALL)))
+    _sums_of_sample(codes, at, step, count, bits, names, valid, apart, tops, sums, near)
+    bins = np.zeros((NONE >> COARSE) + 1, np.int32)
+    for row in range(rows):
+        bins[max(near[row], 0) >> COARSE] += 1
+    bins[NONE >> COARSE] = 0  # rows that are not valid, and those too far away to be found by a limit
     found, needed = 0, more / apart
     needed += 2 * np.sqrt(needed) + 1
     for edge in range(len(bins)):
         found += bins[edge]
         if found >= needed:
-            return best, (edge + 1 << COARSE) - 1
-    return best, ALL
+            return tops, (edge + 1 << COARSE) - 1
+    return tops, ALL
 
 
 @njit
@@ -159,10 +175,12 @@ def _listed(codes, at, step, count, bits, names, valid, first, blocks, best, lim
     for block in range(blocks):
         row = (first + block) * BLOCK
         if SHUFFLES > 0 and bits == 4:
-            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, own, best, near)
+            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, own, BLOCK, best, near, 0)
         else:
-            _added(codes, at + block * BLOCK, step, count, bits, names, own, best, near)
-        marks = within(near, valid, row, np.int16(limit))
+            _added(codes, at + block * BLOCK, step, count, bits, names, own, BLOCK, best, near, 0)
+        for r in range(count):
+            prefetch(codes, at + r * step + row - first * BLOCK + AHEAD)
+        marks = within(near, 0, valid, row, np.int16(limit))
         if found + BLOCK > most:
             return -1
         found = list_rows(marks, row, near, own, share, rows, below, sums, most, found)
@@ -191,9 +209,10 @@ def _cut(below, count):
 
 
 @njit
-def _candidates(codes, at, step, count, bits, names, valid, total, more, best, limit, rows, below, sums):
-    """List the valid ones of `total` rows that are no farther below the sample's best than the `more`-th, and perhaps
-    others behind these. Return how many are listed, -1 where there is no room, and how far below the last candidate is.
+def _candidates(codes, at, step, count, bits, names, valid, total, more, unit, best, limit, rows, below, sums):
+    """List the valid ones of `total` rows that are no farther below the query heads' `best` than the `more`-th, and
+    perhaps others behind these. Return how many are listed, -1 where there is no room, and how far below the last
+    candidate is.
 
     valid: `[blocks * 64]`; best, limit: as `_sample` has them; rows, below, sums: as `_listed` has them.
     """
@@ -203,7 +222,7 @@ def _candidates(codes, at, step, count, bits, names, valid, total, more, best, l
         last = at + r * step + whole * BLOCK
         own[r * BLOCK : r * BLOCK + left] = codes[last : last + left]
     if not whole:
-        best, limit = _sample(own, 0, BLOCK, count, bits, names, valid, 1, more)
+        best, limit = _sample(own, 0, BLOCK, count, bits, names, valid, 1, more, unit)
     while True:
         found = _listed(codes, at, step, count, bits, names, valid, 0, whole, best, limit, rows, below, sums, 0)
         if left and found >= 0:
@@ -245,8 +264,8 @@ def _best(
             _tables(query[which], turn, which * wide * wide, centroids, which * entries * wide, shape, turned, tables)
             unit = _round(tables, names) * LOG2E
             at, marks = which // heads * steps[0] + which % heads * steps[1], valid[which // heads]
-            best, limit = _sample(codes, at, steps[2], count, bits, names, marks[: whole * BLOCK], apart, more)
-            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, best, limit,
+            best, limit = _sample(codes, at, steps[2], count, bits, names, marks[: whole * BLOCK], apart, more, unit)
+            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, unit, best, limit,
                                       rows[worker], below[worker], sums[worker])  # fmt: skip
             if found >= 0:
                 _vote(found, last, unit, share, rows[worker], below[worker], sums[worker], logits[worker],
@@ -254,7 +273,7 @@ def _best(
                 continue
             most_rows, most_below = np.empty(total + 2 * BLOCK, np.int32), np.empty(total + 2 * BLOCK, np.int16)
             most_sums, most_votes = np.empty(share * len(most_rows), np.uint16), np.empty(len(most_rows), np.float32)
-            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, best, limit,
+            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, unit, best, limit,
                                       most_rows, most_below, most_sums)  # fmt: skip
             _vote(found, last, unit, share, most_rows, most_below, most_sums, np.empty(len(most_sums), np.float32),
                   most_votes, ids[which])  # fmt: skip

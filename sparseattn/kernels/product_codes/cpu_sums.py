@@ -73,13 +73,13 @@ def _splat(builder, number):
     return builder.shuffle_vector(first, none, every(lanes, 0))
 
 
-def _sums_of_heads(context, builder, heads, arrays, codes_at, step, count, size, g):
+def _sums_of_heads(context, builder, heads, arrays, codes_at, step, count, size, g, o, head_step):
     """Of 64 rows the sums of query heads `g` to `g + heads`, for which codes are read once; see `sums_of_block`."""
 
     def place(name, at, kind=None):
         return place_in(context, builder, *arrays[name], at, kind)
 
-    begins, head_size = builder.icmp_signed("==", g, ir.Constant(g.type, 0)), ir.Constant(g.type, BLOCK)
+    begins = builder.icmp_signed("==", g, ir.Constant(g.type, 0))
     for tile in range(BLOCK // WIDTH):
         lows, highs = ([cgutils.alloca_once(builder, SHORTS) for _ in range(heads)] for _ in range(2))
         for total in lows + highs:
@@ -100,7 +100,7 @@ def _sums_of_heads(context, builder, heads, arrays, codes_at, step, count, size,
                     builder.store(builder.add(builder.load(lows[head]), found), lows[head])
                     odd = builder.lshr(found, every(SHORTS, 8))
                     builder.store(builder.add(builder.load(highs[head]), odd), highs[head])
-        halves = [ir.Constant(g.type, tile * WIDTH + half * WIDTH // 2) for half in range(2)]
+        halves = [_moved(builder, o, tile * WIDTH + half * WIDTH // 2) for half in range(2)]
         before = [builder.load(place("near", half, SHORTS), align=2) for half in halves]
         nearest = [builder.select(begins, every(SHORTS, NONE), x) for x in before]
         for head in range(heads):
@@ -108,7 +108,7 @@ def _sums_of_heads(context, builder, heads, arrays, codes_at, step, count, size,
             top, odd = _splat(builder, builder.load(place("tops", which))), builder.load(highs[head])
             even = builder.sub(builder.load(lows[head]), builder.shl(odd, every(SHORTS, 8)))
             for half, total in enumerate((even, odd)):
-                at = builder.add(builder.mul(which, head_size), halves[half])
+                at = builder.add(builder.mul(which, head_step), halves[half])
                 builder.store(total, place("out", at, SHORTS), align=2)
                 less = builder.sub(top, total)
                 nearer = builder.icmp_signed("<", less, nearest[half])
@@ -118,15 +118,15 @@ def _sums_of_heads(context, builder, heads, arrays, codes_at, step, count, size,
 
 
 @intrinsic
-def sums_of_block(typing, codes, at, step, count, tables, size, share, out, tops, near):
+def sums_of_block(typing, codes, at, step, count, tables, size, share, out, head_step, tops, near, o):
     """The sums of 64 rows for `share` query heads, and how far these are below `tops`.
 
-    `out[64 g:]` uint16 are the sums of `tables[g * size + 16 m + code]` over the codes m of `count` bytes, byte r at
-    `codes[at + r * step:]`, each below 16. `near` `[64]` int16 is the least over g of `tops[g]` less the sum.
+    `out[g * head_step + o:]` uint16 are the sums of `tables[g * size + 16 m + code]` over the codes m of `count` bytes,
+    byte r at `codes[at + r * step:]`, each below 16. `near[o:]` int16 is the least over g of `tops[g]` less the sum.
     """
 
     def code(context, builder, signature, arguments):
-        codes_, at_, step_, count_, tables_, size_, share_, out_, tops_, near_ = arguments
+        codes_, at_, step_, count_, tables_, size_, share_, out_, head_step_, tops_, near_, o_ = arguments
         arrays = {
             "codes": (codes, codes_), "tables": (tables, tables_), "out": (out, out_),
             "tops": (tops, tops_), "near": (near, near_),
@@ -134,62 +134,39 @@ def sums_of_block(typing, codes, at, step, count, tables, size, share, out, tops
         four, two, one = (ir.Constant(at_.type, heads) for heads in (4, 2, 1))
         with cgutils.for_range(builder, builder.sdiv(share_, four)) as loop:
             first = builder.mul(loop.index, four)
-            _sums_of_heads(context, builder, 4, arrays, at_, step_, count_, size_, first)
+            _sums_of_heads(context, builder, 4, arrays, at_, step_, count_, size_, first, o_, head_step_)
         done = builder.and_(share_, ir.Constant(at_.type, -4))
         for heads, bit in ((2, two), (1, one)):
             with builder.if_then(builder.icmp_unsigned("!=", builder.and_(share_, bit), ir.Constant(at_.type, 0))):
-                _sums_of_heads(context, builder, heads, arrays, at_, step_, count_, size_, done)
+                _sums_of_heads(context, builder, heads, arrays, at_, step_, count_, size_, done, o_, head_step_)
             done = builder.add(done, builder.and_(share_, bit))
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(codes, place, place, place, tables, place, place, out, tops, near), code
+    return types.void(codes, place, place, place, tables, place, place, out, place, tops, near, place), code
 
 
 @intrinsic
-def raise_tops(typing, sums, heads, valid, v, tops):
-    """`tops[32 g:]` uint16: the larger of itself and of the sums `sums[64 g:]` of 64 rows where `valid[v:]` is not 0,
-    in each of `WIDTH / 2` lanes."""
+def within(typing, near, o, valid, v, limit):
+    """A bit for each of 64 rows of which `near[o:]` int16 is `limit` at most and `valid[v:]` is not 0. Where that is 0,
+    `near` becomes `NONE`."""
 
     def code(context, builder, signature, arguments):
-        sums_, heads_, valid_, v_, tops_ = arguments
-        for tile in range(BLOCK // WIDTH):
-            marks = _marks(context, builder, valid, valid_, _moved(builder, v_, tile * WIDTH))
-            with cgutils.for_range(builder, heads_) as loop:
-                where = builder.mul(loop.index, ir.Constant(v_.type, 32))
-                where = place_in(context, builder, tops, tops_, where, SHORTS)
-                top = builder.load(where, align=2)
-                block = builder.mul(loop.index, ir.Constant(v_.type, BLOCK))
-                for half, mark in enumerate(marks):
-                    at = _moved(builder, block, tile * WIDTH + half * WIDTH // 2)
-                    x = builder.load(place_in(context, builder, sums, sums_, at, SHORTS), align=2)
-                    x = builder.select(mark, x, every(SHORTS, 0))
-                    top = builder.select(builder.icmp_unsigned(">", x, top), x, top)
-                builder.store(top, where, align=2)
-        return context.get_dummy_value()
-
-    place = types.intp
-    return types.void(sums, place, valid, place, tops), code
-
-
-@intrinsic
-def within(typing, near, valid, v, limit):
-    """A bit for each of 64 rows of which `near` int16 is `limit` at most and `valid[v:]` is not 0."""
-
-    def code(context, builder, signature, arguments):
-        near_, valid_, v_, limit_ = arguments
+        near_, o_, valid_, v_, limit_ = arguments
         bits, most = ir.Constant(LONG, 0), _splat(builder, limit_)
         for tile in range(BLOCK // WIDTH):
             marks = _marks(context, builder, valid, valid_, _moved(builder, v_, tile * WIDTH))
             for half, mark in enumerate(marks):
                 first = tile * WIDTH + half * WIDTH // 2
-                place = place_in(context, builder, near, near_, ir.Constant(v_.type, first), SHORTS)
-                found = builder.and_(builder.icmp_signed("<=", builder.load(place, align=2), most), mark)
+                place = place_in(context, builder, near, near_, _moved(builder, o_, first), SHORTS)
+                x = builder.select(mark, builder.load(place, align=2), every(SHORTS, NONE))
+                builder.store(x, place, align=2)
+                found = builder.icmp_signed("<=", x, most)
                 wide = builder.zext(builder.bitcast(found, ir.IntType(SHORTS.count)), LONG)
                 bits = builder.or_(bits, builder.shl(wide, ir.Constant(LONG, first)))
         return bits
 
-    return types.uint64(near, valid, types.intp, types.int16), code
+    return types.uint64(near, types.intp, valid, types.intp, types.int16), code
 
 
 @intrinsic

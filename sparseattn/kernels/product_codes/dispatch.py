@@ -27,12 +27,13 @@ def logits(tables: Tensor, keys: ProductCodes, impl: str | None = None) -> Tenso
 def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None) -> Tensor:
     """Return the best rows by the group's vote "softmax" among candidates, by tables rounded to 8 bits.
 
-    How near a row is to a query head is its sum of rounded numbers (`codes.rounded`), less the best sum of that head
-    among the rows that `codes.sampled` names. The 4 * `count` rows that are nearest to any query head, and those as
-    near as the last, are candidates. They vote by their rounded sums, and no exponential is taken of any other row.
+    A query head's probability of a row is about the exponential of the row's logit, less the log-sum-exp of the rows
+    that `codes.sampled` names. The 2 * `count` rows with the largest one of any query head, and those with as large a
+    one as the last, are candidates. They vote, and no exponential is taken of any other row. Logits are sums of rounded
+    numbers (`codes.rounded`) and log-sum-exps are rounded to whole steps of them.
 
     The rows are those of a vote of all rows by unrounded tables but for rounding, and but for rows that are no
-    candidates: more than 4 * `count` rows are nearer to some query head.
+    candidates: 2 * `count` rows matter more to some query head.
 
     Args:
         tables: of M subspaces, 128 or less, so that sums have 15 bits; what they add to all rows is left out.

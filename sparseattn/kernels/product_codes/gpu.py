@@ -3,7 +3,7 @@
 `sum_rows` reads the codes of a tile of rows once for all query heads of a KV head. A subspace's tables are looked up
 within the program, in registers or in its shared memory: by `tl.gather`, as the compiler lays it out. With tables
 rounded to 8 bits a number of 32 bits holds the sums of two query heads, and `below_tops` finds in a second launch how
-far each row is below the best. Candidates are rows that a list names: `sum_rows` looks them up again, and their vote is
+near each row is. Candidates are rows that a list names: `sum_rows` looks them up again, and their vote is
 a launch of `group_vote.gpu`.
 """
 
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from sparseattn.kernels.group_vote.gpu import log_sum, vote_tiles
 from sparseattn.kernels.page_bounds.gpu import adjacent
-from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, Tables, blocks_apart, rounded
+from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, Tables, rounded, sampled
+from sparseattn.kernels.product_codes.reference import offsets
 from sparseattn.kernels.topk.dispatch import best_rows
 
 WIDE = tl.constexpr(16)  # rows
@@ -38,7 +39,7 @@ def _looked_up(tables, which, code, LINES: tl.constexpr, ENTRIES: tl.constexpr, 
 
 
 # Specialised are strides alone: a row more must not compile a new kernel.
-@triton.jit(do_not_specialize=["rows", "apart", "valid_step_b"])
+@triton.jit(do_not_specialize=["rows", "valid_step_b"])
 def sum_rows(
     tables,  # [B,L,2R or R,LINES,K] float32 of query heads, or int32 of two query heads each
     codes,  # [B,H,R,N] uint8, any strides but the last
@@ -47,7 +48,6 @@ def sum_rows(
     out,  # [B,L,LINES,rows], as tables
     tile_fact,  # [B,L,LINES,tiles] float32, log-sum-exps; of integers [B,L,2 LINES,tiles] int32, the best; or None
     rows,
-    apart,
     valid_step_b,
     codes_step_b,
     codes_step_h,
@@ -60,10 +60,7 @@ def sum_rows(
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of table entries by the codes of rows; floats are logits, -inf where a row is not valid.
-
-    The best sums of a tile are those of the rows of every `apart`-th block of 64, where it is not 0 (`codes.sampled`).
-    """
+    """Sums of table entries by the codes of rows; floats are logits, -inf where a row is not valid."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + h  # of B*L
     kind = tables.dtype.element_ty
@@ -95,29 +92,20 @@ def sum_rows(
         codes += codes_step_r
     total = tl.reshape(total, [BLOCK_P, BLOCK])
     line = head * LINES + p
-    if kind == tl.int32:
-        whole = rows // 64
-        among = (place // 64 % tl.maximum(apart, 1) == 0) & ((place // 64 < whole) | (whole == 0))
-        compared = tl.where((known & among)[None, :], total, 0)
-        low, high = tl.max(compared & 0xFFFF, 1), tl.max(compared >> 16, 1)
-        at = tile_fact + 2 * line * tl.num_programs(0) + tile
-        tl.store(at, low, mask=p < LINES)
-        tl.store(at + tl.num_programs(0), high, mask=p < LINES)
-    else:
+    if kind == tl.float32:
         total = tl.where(known[None, :], total, float("-inf"))
         if tile_fact is not None:
             tl.store(tile_fact + line * tl.num_programs(0) + tile, log_sum(total), mask=p < LINES)
     tl.store(out + line[:, None] * rows + place[None, :], total, mask=(p < LINES)[:, None] & here[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "heads", "valid_step_b"])
+@triton.jit(do_not_specialize=["rows", "heads", "valid_step_b"])
 def below_tops(
     sums,  # [B,H,LINES,N] int32, of two query heads each
-    tile_top,  # [B,H,2 LINES,tiles] int32
+    tops,  # [B,H,2 LINES] int32
     valid,  # [B,N]
     out,  # [B,H,N] float32
     rows,
-    tiles,
     heads,  # H
     valid_step_b,
     G: tl.constexpr,
@@ -125,26 +113,20 @@ def below_tops(
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How far a row's sum is below a query head's best of the sample, at the nearest head: none above 0, -inf where it
-    is not valid."""
+    """By how much a row's sum exceeds a query head's number of `tops`, at the head where that is most; -inf where it is
+    not valid."""
     head = tl.program_id(1).to(tl.int64)
     p = tl.arange(0, BLOCK_P)
     line = head * LINES + p
-    low = tl.zeros([BLOCK_P], tl.int32)
-    high = tl.zeros([BLOCK_P], tl.int32)
-    for first in range(0, tiles, 64):
-        tile = first + tl.arange(0, 64)
-        mask = (p < LINES)[:, None] & (tile < tiles)[None, :]
-        at = tile_top + 2 * line[:, None] * tiles + tile[None, :]
-        low = tl.maximum(low, tl.max(tl.load(at, mask=mask, other=0), 1))
-        high = tl.maximum(high, tl.max(tl.load(at + tiles, mask=mask, other=0), 1))
+    low = tl.load(tops + 2 * line, mask=p < LINES, other=0)
+    high = tl.load(tops + 2 * line + 1, mask=p < LINES, other=0)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
     both = tl.load(sums + line[:, None] * rows + row[None, :], mask=(p < LINES)[:, None] & here[None, :], other=0)
-    least: tl.constexpr = -(1 << 16)  # below all differences
+    least: tl.constexpr = -(1 << 30)  # below all differences
     first = tl.where((2 * p < G)[:, None], (both & 0xFFFF) - low[:, None], least)
     second = tl.where((2 * p + 1 < G)[:, None], (both >> 16) - high[:, None], least)
-    nearest = tl.minimum(tl.max(tl.maximum(first, second), 0), 0).to(tl.float32)
+    nearest = tl.max(tl.maximum(first, second), 0).to(tl.float32)
     real = tl.load(valid + (head // heads) * valid_step_b + row, mask=here, other=0) != 0
     tl.store(out + head * rows + row, tl.where(real, nearest, float("-inf")), mask=here)
 
@@ -198,8 +180,7 @@ def _sums(laid: Tensor, keys: ProductCodes, ids: Tensor | None, facts: bool) -> 
     constants, options = launch(lines, keys.bits, codes.shape[2], even, lists // codes.shape[1])
     tiles, valid = triton.cdiv(rows, constants["BLOCK"]), adjacent(keys.valid)
     out = laid.new_empty(batch, lists, lines, rows)
-    members = 1 if laid.dtype == torch.float32 else 2
-    tile_fact = laid.new_empty(batch, lists, members * lines, tiles) if facts else None
+    tile_fact = laid.new_empty(batch, lists, lines, tiles) if facts else None
     if out.numel():
         with torch.cuda.device_of(codes):  # Triton launches on the current device
             sum_rows[tiles, lists, batch](
@@ -210,7 +191,6 @@ def _sums(laid: Tensor, keys: ProductCodes, ids: Tensor | None, facts: bool) -> 
                 out,
                 tile_fact,
                 rows,
-                blocks_apart(rows),
                 valid.stride(0),
                 *codes.stride()[:3],
                 **constants,
@@ -224,30 +204,26 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     return _sums(_laid(tables, keys), keys, None, False)[0]
 
 
-def _below(sums: Tensor, tile_top: Tensor, valid: Tensor, group: int) -> Tensor:
-    """Launch `below_tops`: `[B,H,N]` of sums `[B,H,LINES,N]` of `group` query heads."""
-    batch, heads, _, rows = sums.shape
+def nearest(names: Tensor, step: Tensor, keys: ProductCodes) -> Tensor:
+    """As `reference.nearest`, by tables rounded to 8 bits, `[B,H,G,M,K]` uint8, and their step `[B,H]`."""
+    (batch, heads, group, subspaces), rows = names.shape[:4], keys.codes.shape[3]
+    if subspaces > MOST:
+        raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
+    pairs = torch.nn.functional.pad(names, (0, 0, 0, 0, 0, group % 2)).int().unflatten(2, (-1, 2))
+    sums, _ = _sums(_laid(pairs[:, :, :, 0] | pairs[:, :, :, 1] << 16, keys), keys, None, False)
+    among = sampled(rows).to(sums.device)
+    few = sums[..., among]
+    few = torch.stack([few & 0xFFFF, few >> 16], 3).flatten(2, 3)
+    valid = adjacent(keys.valid)
+    tops = offsets(few, step, valid[:, among]).int().contiguous()
     out = torch.empty(batch, heads, rows, device=sums.device)
     if out.numel():
         constants, options = launch_tops(group)
-        valid = adjacent(valid)
         with torch.cuda.device_of(out):
             below_tops[triton.cdiv(rows, constants["BLOCK"]), batch * heads](
-                sums, tile_top, valid, out, rows, tile_top.shape[3], heads, valid.stride(0), **constants, **options
+                sums, tops, valid, out, rows, heads, valid.stride(0), **constants, **options
             )
     return out
-
-
-def nearest(names: Tensor, keys: ProductCodes) -> Tensor:
-    """Return how far each row is below the sample's best, at the query head where it is nearest: `[B,H,N]` float32,
-    none above 0, -inf where a row is not valid; names: `[B,H,G,M,K]` uint8, tables rounded to 8 bits."""
-    group, subspaces = names.shape[2:4]
-    if subspaces > MOST:
-        raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
-    names = torch.nn.functional.pad(names, (0, 0, 0, 0, 0, group % 2)).int().unflatten(2, (-1, 2))
-    sums, tile_top = _sums(_laid(names[:, :, :, 0] | names[:, :, :, 1] << 16, keys), keys, None, True)
-    assert tile_top is not None
-    return _below(sums, tile_top, keys.valid, group)
 
 
 def sums_of_listed(tables: Tensor, keys: ProductCodes, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,6 +242,6 @@ def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
 def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
     names, step, _ = rounded(tables.numbers())
-    candidates = best_rows(nearest(names, keys), MORE * count)  # [B,H,C]
+    candidates = best_rows(nearest(names, step, keys), MORE * count)  # [B,H,C]
     chosen = best_rows(voted(names * step[:, :, None, None, None], keys, candidates), count)
     return candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1)

@@ -36,17 +36,30 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     """As `dispatch.best`."""
     names, step, _ = rounded(tables.numbers())
     whole = sums(names.float(), keys)
-    near = nearest(whole, keys.valid)
+    near = nearest(whole, step, keys.valid)
     last = near.topk(min(MORE * count, near.shape[2]), 2).values.amin(2, keepdim=True)
     candidate = (near >= last) & (near > -torch.inf)
     votes = step[:, :, None, None] * whole
     return best_rows(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count)
 
 
-def nearest(whole: Tensor, valid: Tensor) -> Tensor:
-    """Return how far rows are below the sample's best, at the query head where they are nearest: `[B,H,N]` float32,
-    none above 0, -inf where a row is not `valid` `[B,N]`; whole: `[B,H,G,N]`, their rounded sums."""
-    unreal = ~valid[:, None, None]
+def offsets(whole: Tensor, step: Tensor, valid: Tensor) -> Tensor:
+    """Return the logarithm of each query head's sum of exponentials of a sample, `[B,H,G]` float32, in whole steps.
+
+    Args:
+        whole: `[B,H,G,n]`, rounded sums of the rows that `sampled` names.
+        step: `[B,H]`, of a sum in a logit; where it is 0, so are the offsets.
+        valid: `[B,n]` bool.
+    """
+    unit = step[:, :, None].clamp(min=torch.finfo(torch.float32).tiny)
+    logits = (unit[..., None] * whole).masked_fill(~valid[:, None, None], -torch.inf)
+    found = (logits.logsumexp(3) / unit).round()
+    return torch.where(found.isfinite() & (step[:, :, None] > 0), found, 0)
+
+
+def nearest(whole: Tensor, step: Tensor, valid: Tensor) -> Tensor:
+    """Return by how much rows exceed the query heads' `offsets`, at the head where that is most: `[B,H,N]` float32,
+    -inf where a row is not valid. Arguments: as of `offsets`, of all rows."""
     among = sampled(whole.shape[3]).to(whole.device)
-    highest = whole.masked_fill(unreal, 0)[..., among].amax(3, keepdim=True)
-    return (whole - highest).amax(2).clamp(max=0).masked_fill(unreal[:, 0], -torch.inf)
+    far = whole - offsets(whole[..., among], step, valid[:, among])[..., None]
+    return far.amax(2).masked_fill(~valid[:, None], -torch.inf)

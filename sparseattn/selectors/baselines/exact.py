@@ -10,6 +10,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Scan, products
+from sparseattn.kernels.row_scores.dispatch import row_scores
 from sparseattn.selectors.abilities import EstimatesMass, ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
 from sparseattn.selectors.checks import check_group
@@ -90,6 +91,6 @@ class Exact(ReadsKeys, EstimatesMass, Selector):
 
     def _scores(self, query: Tensor, step: StepContext) -> Tensor:
         """`[B,H,G,N]`: the logits of the sealed rows, -inf for padding."""
-        wide = torch.promote_types(query.dtype, torch.float32)
-        scores = query.to(wide) @ self.stored_keys().to(wide).mT / self.temperature(query.shape[-1])
-        return scores.masked_fill(~step.valid[:, None, None], -torch.inf)
+        scores = row_scores(query, self.stored_keys())
+        scores /= self.temperature(query.shape[-1])
+        return scores.masked_fill_(~step.valid[:, None, None], -torch.inf)

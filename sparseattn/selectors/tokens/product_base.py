@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels import codebooks
+from sparseattn.kernels.nearest_codes import dispatch as nearest_codes
 from sparseattn.kernels.product_kmeans import product_codebooks
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.tokens.codebook_base import Coded
@@ -60,8 +61,9 @@ class ProductCoded(Coded):
 
     def packed(self, keys: Tensor) -> Tensor:
         """Return the names of the nearest centroids of keys `[B,H,n,D]` as they are kept."""
-        names = codebooks.nearest(keys, self.centroids.data)
-        return codebooks.paired(names) if self.bits == 4 else names
+        if self.bits == 4:
+            return nearest_codes.paired_names(keys, self.centroids.data)
+        return codebooks.nearest(keys, self.centroids.data)
 
     def names(self, size: int) -> tuple[int, int]:
         subspaces = self.subspaces_of(size)

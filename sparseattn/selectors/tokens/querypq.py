@@ -59,7 +59,7 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
     32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
 
-    With "softmax" and single rows, four rows for every row of the budget are candidates, by sums of tables that are
+    With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
     k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.

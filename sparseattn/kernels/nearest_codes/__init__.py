@@ -1,0 +1,1 @@
+"""Names of the nearest of 16 centroids, two a byte."""

@@ -1,0 +1,1 @@
+"""Products of query heads with every key."""
