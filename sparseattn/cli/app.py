@@ -23,13 +23,13 @@ GROUPS = {
     "Compare methods": {
         "bench": "Compare methods with full attention, step by step, at the end of traces.",
         "recall": "Measure recall@k against the share of keys scanned.",
-        "inspect": "Measure on traces why methods find or miss rows.",
+        "inspect": "Measure on traces why methods find or miss tokens.",
         "report": "Write one HTML page from the records of other commands.",
     },
     "Choose one": {
-        "recommend": "Choose a method and a budget for every layer of a model, within an error.",
+        "recommend": "Choose a method and a budget for every layer of a model that keep an error bound.",
         "eval": "Ask a model about long prompts with every method, and score its answers.",
-        "doctor": "Say of each layer of a model whether it would be sparse, from which row on, or why not.",
+        "doctor": "Say for each layer of a model from which length on it would be sparse, or why not.",
         "lm-eval": "Run lm-evaluation-harness with sparse decoding, and prove that it was sparse.",
         "machine": "Measure this CPU, show a machine's figures, or predict decode steps on it.",
     },
@@ -38,10 +38,10 @@ GROUPS = {
     },
     "Prepare": {
         "capture": "Run a model on texts and write its queries, keys and values as traces.",
-        "train": "Train SAAP's centroids and query classifiers on traces.",
-        "calibrate": "Calibrate Loki, Double Sparsity or Kascade on traces, or fit estimates.",
+        "train": "Train SAAP's centroids and query classifiers, or querypq's codebooks, on traces.",
+        "calibrate": "Calibrate Loki, Double Sparsity or Kascade on traces, or fit a selector's estimates.",
         "models": "List, fetch and remove the models known by name.",
-        "info": "Show what runs here and all names: methods, traces, texts. Or describe files.",
+        "info": "Show what runs here and all names (methods, traces, texts), or describe files.",
     },
 }
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
@@ -158,7 +158,6 @@ def _version(wanted: bool) -> None:
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     invoke_without_command=True,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.reporting import equal_cost
 
@@ -30,23 +30,25 @@ SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "low
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Replay the end of traces through selectors and compare every step with full attention.
+    """Decode the end of recorded traces again with every method, and compare each step with full attention.
 
-    Where neither traces nor methods are named, a page to look at is written beside the figures, as `report` does.
+    Without any traces and methods given, bench compares a few methods on three traces and also writes report.html.
     """
 
     traces: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default {', '.join(LEADING)}, with "
-            f"--selector {ALL} the first of these."
+            help=f"Trace files, or built-in traces by name: {', '.join(BUILTIN)}. Default: {', '.join(LEADING)}, or "
+            f"with --selector {ALL} only {LEADING[0]}.",
+            autocompletion=completion.traces,
         ),
     ] = None
     selector: Annotated[
         list[str] | None,
         shared.selector_option(
-            f"The name {ALL} takes every method with its defaults; the output says which cannot run, and why. Default: "
-            f"{' '.join(SELECTED)}, and on built-in traces what was trained for their model."
+            f"The name {ALL} stands for every method with its defaults; the output says which of them cannot run, and "
+            f"why. Default: {' '.join(SELECTED)}, and on built-in traces also what was trained for their model.",
+            ALL,
         ),
     ] = None
     roles: shared.Roles = None
@@ -55,60 +57,67 @@ class BenchOptions:
     sink: shared.Sink = 4
     window: shared.Window = 64
     layers: shared.Layers = None
-    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are decoded.")] = 32
+    last: Annotated[int, typer.Option(help="Number of tokens to decode, at the end of each trace.")] = 32
     far: Annotated[
-        float, typer.Option(help="Only heads with at least this share of their attention beyond sink and window.")
+        float,
+        typer.Option(
+            help="Measure only heads that have at least this share (0 to 1) of their attention outside sink and window."
+        ),
     ] = 0.0
     seal: shared.Seal = None
     kv_rows: shared.KvRows = None
     indexes: Annotated[
-        Path | None, typer.Option(help="Folder of index files: what was built once is read back. Default: none.")
+        Path | None, typer.Option(help="Folder that keeps built indexes, so that later runs read them. Default: none.")
     ] = None
     device: shared.ReplayDevice = None
     out: Annotated[
-        Path, typer.Option(help="Folder for the records, bench.jsonl, and the figures; an earlier run's are replaced.")
+        Path,
+        typer.Option(help="Folder for the records (bench.jsonl) and the figures; it replaces those of an earlier run."),
     ] = Path("bench")
-    per_head: Annotated[bool, typer.Option("--per-head", help="Every head apart, in the table and in the JSON.")] = (
-        False
-    )
+    per_head: Annotated[
+        bool, typer.Option("--per-head", help="Show every head separately, in the table and in the JSON.")
+    ] = False
     by_layer: Annotated[
         bool,
         typer.Option(
             "--by-layer",
-            help="Layers and heads too: where methods fail, at equal rows attended and at equal bytes, by-layer.jsonl.",
+            help="Also measure where methods fail: the error of each layer and head, at equal tokens and at equal "
+            "bytes (by-layer.jsonl).",
         ),
     ] = False
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Compare methods at equal rows: each attends as many as sink, window and this --budget allow, "
-            f"interpolated between two budgets if need be. Default with --selector {ALL} or --by-layer: "
-            f"{equal_cost.ROWS}, or else the middle budget."
+            help="Compare methods at equal numbers of tokens: those that sink, window and this one of the --budget "
+            "values allow, such as 256. Measurements at two budgets are interpolated if necessary. Default with "
+            f"--selector {ALL} or --by-layer: {equal_cost.ROWS}, or the middle budget if that is not among them."
         ),
     ] = None
     bytes_read: Annotated[
         str | None,
         typer.Option(
             "--bytes",
-            help="Compare methods at equal bytes: each reads this share of the cache, the index included, interpolated "
-            f"between two budgets if need be. Default with --selector {ALL} or --by-layer: {equal_cost.BYTES:.0%}.",
+            help="Compare methods at equal bytes: this share of the KV cache, such as 10%, with the index counted in. "
+            f"Measurements at two budgets are interpolated if necessary. Default with --selector {ALL} or --by-layer: "
+            f"{equal_cost.BYTES:.0%}.",
         ),
     ] = None
     by_step: Annotated[
         str | None,
-        typer.Option(
-            help="Measures to record and to draw at every decoded token too, such as recall@10,relative_error."
-        ),
+        typer.Option(help="Measures to record and draw for every decoded token too, such as recall@10,relative_error."),
     ] = None
     wide: Annotated[
-        bool, typer.Option("--wide", help="Every measure in the table; default rows, bytes, error, recovered.")
+        bool,
+        typer.Option(
+            "--wide", help="Show every measure in the table. Default: tokens, bytes, error and recovered attention."
+        ),
     ] = False
     json: shared.JsonLines = False
     figures: shared.Figures = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.far <= 1:
-            raise ValueError(f"--far is a share of the attention, 0 to 1, got {self.far}")
+            raise ValueError(f"--far is a share of the attention from 0 to 1, got {self.far}")
         from sparseattn.evaluation.step_measures import check_steps
 
         check_steps(self.steps)

@@ -72,7 +72,7 @@ def _fit_estimates(options: CalibrateOptions, spec: str) -> None:
     """Write what fits a selector's estimates to full attention's weights, for `--method mass`, and say what it is."""
     out = options.out
     if out.suffix != ".safetensors" or not out.parent.is_dir():
-        raise ValueError(f"fitted estimates are a .safetensors file in a folder that is there, got {out}")
+        raise ValueError(f"--out must be a .safetensors file in an existing folder, got {out}")
     selector, traces = make_selector(spec), [Trace.open(path) for path in options.traces]
     with progress_bar() as bar:
         advance = functools.partial(bar.advance, bar.add_task(f"fit {spec}", total=None))

@@ -98,26 +98,26 @@ def _content(source: str | Path) -> bytes:
 def _trace(text: str | Path, out: Path) -> dict[Path, str | Path]:
     """Return the trace file `out` -> its text."""
     if out.suffix != ".safetensors" or (out.exists() and not out.is_file()):
-        raise ValueError(f"--out is a .safetensors file to write, got {out}")
+        raise ValueError(f"--out must be a .safetensors file, got {out}")
     if not out.parent.is_dir():
-        raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
+        raise ValueError(f"the folder of --out does not exist: {out.parent}")
     return {out: text}
 
 
 def _traces(texts: list[str | Path], out: Path) -> dict[Path, str | Path]:
     """Return trace files in the folder `out` -> their texts; a folder among `texts` stands for its files, by name."""
     if out.suffix == ".safetensors":
-        raise ValueError(f"--out is a folder for the traces of several texts, got {out}")
+        raise ValueError(f"several texts need a folder as --out, got {out}")
     traces: dict[Path, str | Path] = {}
     for text in texts:
         files: list[str | Path] = [text]
         if isinstance(text, Path) and text.is_dir():
             files = [*sorted(path for path in text.iterdir() if path.is_file())]
         if not files:
-            raise ValueError(f"the folder {text} holds no text file")
+            raise ValueError(f"the folder {text} contains no text file")
         for source in files:
             target = out / f"{source.stem if isinstance(source, Path) else source}.safetensors"
             if target in traces:
-                raise ValueError(f"{traces[target]} and {source} would both be {target}: rename one")
+                raise ValueError(f"{traces[target]} and {source} would both be written to {target}: rename one")
             traces[target] = source
     return traces

@@ -8,46 +8,57 @@ from typing import Annotated
 
 import typer
 
+from sparseattn.cli import completion
 from sparseattn.cli import options as shared
 
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """Run a causal language model over texts with its own attention and write queries, keys and values.
+    """Run a causal language model with full attention over texts, and write its queries, keys and values as traces.
 
-    Of several texts each has a trace of its name; traces that are there already, from the same command, are kept.
+    Several texts give one trace each, named after its text. The same command again keeps the traces that are finished.
     """
 
-    model: Annotated[str, typer.Option(help=shared.MODEL_HELP)]
+    model: Annotated[str, typer.Option(help=shared.MODEL_HELP, autocompletion=completion.models)]
     text: Annotated[
         list[str],
-        typer.Option(help=f"To run the model on: a folder of UTF-8 files, {shared.TEXT_HELP} May be repeated."),
+        typer.Option(
+            help=f"Text to run the model on: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat the option for "
+            "several.",
+            autocompletion=completion.texts,
+        ),
     ]
-    out: Annotated[
-        Path, typer.Option(help="Trace to write, a .safetensors file; a folder of traces for several texts.")
-    ] = Path("trace.safetensors")
+    out: Annotated[Path, typer.Option(help="Trace to write, NAME.safetensors; for several texts a folder.")] = Path(
+        "trace.safetensors"
+    )
     layers: shared.Layers = None
-    tokens: Annotated[int | None, typer.Option(help="Use only the first TOKENS tokens of each text.")] = None
+    tokens: Annotated[
+        int | None, typer.Option(help="Number of tokens to use, from the beginning of each text. Default: all.")
+    ] = None
     queries: Annotated[
-        int | None, typer.Option(help="Record the queries of the last QUERIES tokens alone; default of all.")
+        int | None,
+        typer.Option(help="Number of tokens, at the end of each text, whose queries are recorded. Default: all."),
     ] = None
     ahead: Annotated[
         bool,
         typer.Option(
-            "--ahead", help="Record too the queries that layers make of the input of the layer before, for infinigen."
+            "--ahead",
+            help="Also record the queries that each layer predicts from the previous layer's input, for infinigen.",
         ),
     ] = False
     with_text: Annotated[
         bool,
         typer.Option(
-            "--with-text", help="Keep the text in the trace, a piece a token, for `sparseattn report --trace`."
+            "--with-text",
+            help="Keep the text of each token in the trace, which `sparseattn report --trace` then shows.",
         ),
     ] = False
     chunk: shared.Chunk = 1024
     dtype: Annotated[
         shared.Dtype | None,
         typer.Option(
-            metavar="DTYPE", help=f"{', '.join(shared.Dtype)}: the model's and the trace's; default the model's."
+            metavar="DTYPE",
+            help=f"Dtype of the model and of the trace: {', '.join(shared.Dtype)}. Default: the model's.",
         ),
     ] = None
     device: shared.Device = None
@@ -56,4 +67,4 @@ class CaptureOptions:
         for name in ("tokens", "queries", "chunk"):
             number = getattr(self, name)
             if number is not None and number < 1:
-                raise ValueError(f"--{name} is at least 1, got {number}")
+                raise ValueError(f"--{name} must be 1 or more, got {number}")

@@ -29,7 +29,7 @@ def run(options: DoctorOptions) -> None:
     config = model.config.get_text_config(decoder=True)
     length = options.length or getattr(config, "max_position_embeddings", None)
     if length is None:
-        raise ValueError(f"{options.model} does not say how many positions it has: give a --length")
+        raise ValueError(f"{options.model} does not say how many tokens it supports: give --length")
     lines, most = _lines(options, model, length)
     if options.json:
         typer.echo(
@@ -41,7 +41,7 @@ def run(options: DoctorOptions) -> None:
     for sentence in _without_effect(options, length, most):
         say(sentence, "yellow")
     if nothing_active(lines):
-        say(f"nothing is sparse at {length:,} rows", "red")
+        say(f"no layer would skip a token at {length:,} tokens", "red")
         raise typer.Exit(IDLE)
 
 

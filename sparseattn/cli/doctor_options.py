@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.serving.vllm import defaults
 
 if TYPE_CHECKING:
@@ -31,29 +31,39 @@ class Runner(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class DoctorOptions:
-    """Say of each layer of MODEL from which row on it is sparse and by which method, or why it is dense.
+    """For each layer of MODEL, say which method it would use and from which length on, or why it stays dense.
 
-    Rows are those of the settings; nothing is decoded. Settings without effect at --length are named. The exit status
-    is 1 where no layer would leave a row out.
+    The answer follows from the model's configuration and the settings below; nothing is decoded. Settings that change
+    nothing at --length are named. The exit status is 1 if no layer would skip a token.
     """
 
     context: typer.Context
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP)]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP, autocompletion=completion.models)]
     selector: Annotated[
         str | None,
-        typer.Option(help=f"NAME[:arg=value,...]; default {SELECTOR}, and for vLLM {defaults.SELECTOR}."),
+        typer.Option(
+            help=f"A method, NAME or NAME:arg=value,...; `sparseattn info` lists the names. Default: {SELECTOR}, for "
+            f"vLLM {defaults.SELECTOR}.",
+            autocompletion=completion.selectors(),
+        ),
     ] = None
     budget: Annotated[
-        str, typer.Option(help='Rows beyond sink and window: a number, a share ("5%"), a mass, or all.')
+        str,
+        typer.Option(
+            help="Tokens that a query reads besides sink and window: a number (1024), a share of the context (5%), a "
+            "share of the attention (mass:0.95), or all."
+        ),
     ] = "1024"
-    roles: Annotated[Path | None, typer.Option(help="File of roles, instead of --selector.")] = None
-    plan: Annotated[Path | None, typer.Option(help="File of a plan for this model, instead of --selector.")] = None
+    roles: Annotated[Path | None, typer.Option(help="Roles file, instead of --selector.")] = None
+    plan: Annotated[Path | None, typer.Option(help="Plan for this model, instead of --selector.")] = None
     trust: shared.Trust = None
-    length: Annotated[int | None, typer.Option(help="Rows of the sequence; default the model's positions.")] = None
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of the sequence. Default: as many as the model supports.")
+    ] = None
     engine: Annotated[
-        Runner, typer.Option("--for", help="transformers: a SparseCache; vllm: a server of `sparseattn serve`.")
+        Runner, typer.Option("--for", help="What decodes. transformers: a SparseCache; vllm: `sparseattn serve`.")
     ] = Runner.transformers
-    above: Annotated[int, typer.Option(help="For vLLM: sequences of so many rows or fewer stay dense.")] = (
+    above: Annotated[int, typer.Option(help="For vLLM: sequences of at most this many tokens stay dense.")] = (
         defaults.ABOVE
     )
     sink: shared.Sink = 4
@@ -64,9 +74,9 @@ class DoctorOptions:
     def __post_init__(self) -> None:
         values.check_positive({"--length": self.length})
         if sum(x is not None for x in (self.selector, self.roles, self.plan)) > 1:
-            raise ValueError("--selector, --roles and --plan each say what a layer reads: give one of them")
+            raise ValueError("--selector, --roles and --plan exclude each other: give one of them")
         if self.vllm and self.roles is not None:
-            raise ValueError("vLLM serves one method a layer: --for vllm takes --selector or --plan, and no --roles")
+            raise ValueError("vLLM serves one method per layer: --for vllm takes --selector or --plan, not --roles")
 
     @property
     def vllm(self) -> bool:
@@ -105,7 +115,7 @@ class DoctorOptions:
         if isinstance(self.file, Plan):
             return Settings.of_plan(self.file, self.above)
         if not isinstance(self.rows, int):
-            raise ValueError(f"for vLLM a --budget is rows, got {self.budget}")
+            raise ValueError(f"--for vllm needs a --budget in tokens, such as 1024, got {self.budget}")
         names = ("sink", "window", "dense_layers", "above")
         zones = {name: getattr(self, name) for name in names}
         return parse({"selector": self.selector or defaults.SELECTOR, "budget": self.rows, **zones})

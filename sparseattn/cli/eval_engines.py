@@ -126,14 +126,16 @@ def settings_of_methods(options: EvalOptions) -> list[Settings]:
             cannot serve, or no vLLM that can be switched.
     """
     if inside := shared.spelled(name for name in INSIDE if name in options.given and name not in IN_VLLM):
-        raise ValueError(f"vLLM reads prompts whole and decodes: {inside} cannot be had of --engine vllm")
+        raise ValueError(f"--engine vllm cannot run {inside}: vLLM reads whole prompts and then decodes")
     if AGREEMENT in options.tasks:
-        raise ValueError(f"--task {AGREEMENT} needs a model's inside: it cannot be had of --engine vllm")
+        raise ValueError(
+            f"--engine vllm cannot run --task {AGREEMENT}, which needs the next-token distributions of the model"
+        )
     specs = {make_selector(spec).label(): spec for spec in options.specs}
     settings = []
     for method in options.methods[1:]:
         if method.written is not None and not isinstance(method.budget, int):
-            raise ValueError(f"with --engine vllm a --budget is rows, got {method.written}")
+            raise ValueError(f"--engine vllm needs a --budget in tokens, such as 1024, got {method.written}")
         if isinstance(method.selector, Plan):
             method.selector.check_rows(options.sink, options.window)
             settings.append(Settings.of_plan(method.selector, above=0))
@@ -152,17 +154,19 @@ def addresses(options: EvalOptions) -> list[Address]:
     """
     if inside := shared.spelled(name for name in INSIDE if name in options.given):
         raise ValueError(
-            f"a server reads prompts whole, by its own attention: {inside} cannot be had of --endpoint; "
-            f"start a server for each method, and name each with an --endpoint of its own"
+            f"--endpoint cannot run {inside}: a server reads whole prompts with its own attention; "
+            f"start one server per method, and give one --endpoint for each"
         )
     if AGREEMENT in options.tasks:
         raise ValueError(
-            f"a server does not give its predictions of a text: --task {AGREEMENT} cannot be had of --endpoint"
+            f"--endpoint cannot run --task {AGREEMENT}: a server does not return its next-token distributions"
         )
     by_name: dict[str, Address] = {}
     for address in map(Address.of, options.endpoint or ()):
         if by_name.setdefault(address.name, address) != address:
-            raise ValueError(f"two endpoints are called {address.name}: {by_name[address.name].url} and {address.url}")
+            raise ValueError(
+                f"two endpoints have the name {address.name}: {by_name[address.name].url} and {address.url}"
+            )
     return list(by_name.values())
 
 
@@ -186,7 +190,7 @@ def served(options: EvalOptions, servers_at: Sequence[Address]) -> Iterator[Open
             if (counts := counts_alike(server, tokens.count)) is not None:
                 say(
                     f"the server {server.name} ({server.model}) counts {counts[1]} tokens where the tokenizer of "
-                    f"{options.model or servers[0].name} counts {counts[0]}: lengths are in tokens of the latter",
+                    f"{options.model or servers[0].name} counts {counts[0]}: lengths are in tokens of that tokenizer",
                     "yellow",
                 )
         engine = Served(servers, tokens, options.chat, options.concurrency or AT_ONCE)

@@ -31,11 +31,11 @@ def layer_set(text: str) -> tuple[int, ...] | None:
             dash and int(first) > int(last)
         ):
             raise ValueError(
-                f'--sparse-layers takes layers and ranges of them separated by commas, such as "0-9,12", or '
+                f'--sparse-layers takes layers and ranges separated by commas, such as "0-9,12", or '
                 f"{ALL_LAYERS}, got {text!r}"
             )
         if int(last or first) > MOST_LAYERS:
-            raise ValueError(f"--sparse-layers are numbers up to {MOST_LAYERS}, got {text!r}")
+            raise ValueError(f"--sparse-layers must be numbers up to {MOST_LAYERS}, got {text!r}")
         layers.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(layers))
 
@@ -74,7 +74,7 @@ def methods(
     for method in sparse:
         source = f"{method!r} of {method.source()}"
         if sources.setdefault(method.label(), source) != source:
-            raise ValueError(f"two selectors are called {method.label()}: {sources[method.label()]} and {source}")
+            raise ValueError(f"two selectors have the name {method.label()}: {sources[method.label()]} and {source}")
         selectors = [role.selector for role in method.distinct()] if isinstance(method, Roles) else [method]
         served = _served(selectors, codecs)
         if seal is not None:

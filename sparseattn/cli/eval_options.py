@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.evaluation.layouts.base import TAIL, TEMPLATE
 from sparseattn.evaluation.layouts.registry import LAYOUTS, layout_named
 from sparseattn.evaluation.ruler.tasks import CWE, QA, SEED, TEMPLATES
@@ -50,57 +50,66 @@ class EngineName(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class EvalOptions:
-    """Ask a model about long prompts, with full attention and with every selector and budget, and score its answers.
+    """Ask a model about long prompts, with full attention and with every method and budget, and score its answers.
 
-    A prompt is read once; every method goes on from there. Interrupt it as you like: the same command goes on.
+    The model reads a prompt once, and every method decodes from there. You can interrupt the command at any time; the
+    same command continues where it stopped.
     """
 
     context: typer.Context
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"{shared.MODEL_HELP} Default: {shared.LEAD}; {REFERENCE} where that cannot be had. With --endpoint "
-            "its tokenizer alone is loaded; default the first server's own."
+            help=f"{shared.MODEL_HELP} Default: {shared.LEAD}, or {REFERENCE} if that cannot be fetched. With "
+            "--endpoint only its tokenizer is loaded; the default is then the first server's model.",
+            autocompletion=completion.models,
         ),
     ] = None
     engine: Annotated[
         EngineName,
         typer.Option(
-            help="local: the model here, through transformers; vllm: in vLLM's engine in this process, all "
-            "its decoding sparse, for selectors whose index is by page."
+            help="What runs the model. local: transformers; vllm: vLLM's engine in this process, with selectors that "
+            "index pages; all its decode steps are sparse."
         ),
     ] = EngineName.local
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
-            help="[NAME=]URL[#MODEL] of a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...), asked "
-            "instead of a model here; the key is OPENAI_API_KEY. Repeat it: the others are compared with the first."
+            help="Server to ask instead of running a model here, as [NAME=]URL[#MODEL]. It speaks OpenAI's protocol "
+            "(vLLM, SGLang, llama.cpp, ...); its key is read from OPENAI_API_KEY. Repeat the option to compare further "
+            "servers with the first."
         ),
     ] = None
     concurrency: Annotated[
-        int | None, typer.Option(help="Requests at an --endpoint, or prompts in vLLM, at once. Default: 4.")
+        int | None, typer.Option(help="Requests sent at once to an --endpoint, or prompts at once in vLLM. Default: 4.")
     ] = None
     task: Annotated[
         str | None,
         typer.Option(
-            help=f"Of {', '.join(TASKS)}; RULER's own, {', '.join(TEMPLATES)}; and {AGREEMENT}: how far predictions of "
-            f"--text are from full attention's; several with commas. Default: {GENERATED}, or none where "
-            "--prompts are given."
+            help=f"Tasks, several with commas: {', '.join(TASKS)}; those of RULER, {', '.join(TEMPLATES)}; and "
+            f"{AGREEMENT}, which compares next-token distributions on --text with those of full attention. Default: "
+            f"{GENERATED}, or none if --prompts are given.",
+            autocompletion=completion.several_of((*TASKS, *TEMPLATES, AGREEMENT)),
         ),
     ] = None
-    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, or of a window of --text.")] = "1024,4096"
-    depths: Annotated[str, typer.Option(help="Where the needle lies: 0 is the beginning, 1 the end.")] = "0,0.5,1"
-    samples: Annotated[int, typer.Option(help="Prompts for each length and depth, or windows of --text.")] = 2
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt or of a window of --text, several with commas.")] = (
+        "1024,4096"
+    )
+    depths: Annotated[
+        str,
+        typer.Option(help="Positions of the needle in the prompt, several with commas: 0 is the beginning, 1 the end."),
+    ] = "0,0.5,1"
+    samples: Annotated[int, typer.Option(help="Number of prompts per length and depth, or of windows of --text.")] = 2
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the first prompt; each next one adds one. RULER draws all prompts of a task from one seed, "
-            f"{SEED} unless this is given."
+            help="Seed of the first prompt; each further prompt adds 1. RULER draws all prompts of a task from one "
+            f"seed, {SEED} unless you give this option."
         ),
     ] = 0
     selector: Annotated[
         list[str] | None,
-        shared.selector_option(f"Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
+        shared.selector_option(f"Default: {' '.join(SELECTED)}. Full attention is always measured too."),
     ] = None
     roles: shared.Roles = None
     plan: shared.Plans = None
@@ -109,16 +118,18 @@ class EvalOptions:
     protocol: Annotated[
         str,
         typer.Option(
-            help="question: the question's tokens go through the sparse path, one by one, and then the answer's. "
-            "prefill: the question is read densely too, all but its last token. Both with a comma."
+            help="What is decoded sparsely. question: the tokens of the question, one by one, and then the answer; "
+            "prefill: only the question's last token and the answer. Both with a comma.",
+            autocompletion=completion.several_of(PROTOCOLS),
         ),
     ] = "question"
     dense_layers: shared.DenseLayers = 0
     sparse_layers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Layers that selectors choose in, such as 0-9,12; the others stay dense. Repeat it to compare sets. "
-            f"Default: {shared.ALL_LAYERS}, every one that attends to the whole context, but for --dense-layers."
+            help="Layers that decode sparsely, such as 0-9,12; the others stay dense. Repeat the option to compare "
+            f"sets of layers. Default: {shared.ALL_LAYERS}, the layers that attend to the whole context, without the "
+            "first --dense-layers."
         ),
     ] = None
     sink: shared.Sink = 4
@@ -127,72 +138,92 @@ class EvalOptions:
     kv_rows: shared.KvRows = None
     text: Annotated[
         list[str] | None,
-        typer.Option(help=f"For {AGREEMENT}: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat for more."),
+        typer.Option(
+            help=f"Text for the task {AGREEMENT}: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat the option for "
+            "several.",
+            autocompletion=completion.texts,
+        ),
     ] = None
-    last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {AGREEMENT} looks at.")] = 64
+    last: Annotated[
+        int, typer.Option(help=f"Number of tokens that {AGREEMENT} compares, at the end of each window.")
+    ] = 64
     filler: Annotated[
-        str | None, typer.Option(help=f"To hide needles in: {shared.TEXT_HELP} Default: made-up sentences.")
+        str | None,
+        typer.Option(
+            help=f"Text to hide needles in: {shared.TEXT_HELP} Default: made-up sentences.",
+            autocompletion=completion.texts,
+        ),
     ] = None
     qa: Annotated[
         Path | None,
-        typer.Option(help=f"Questions and documents for {QA}: a JSON file in the form of SQuAD or HotpotQA."),
+        typer.Option(help=f"JSON file of questions and documents for {QA}, as SQuAD or HotpotQA publish them."),
     ] = None
     ruler_words: Annotated[
         Path | None,
-        typer.Option(help=f"More words for {CWE}: RULER's english_words.json, for lists longer than wonderwords'."),
+        typer.Option(help=f"RULER's english_words.json, for lists of {CWE} that need more words than wonderwords has."),
     ] = None
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Files of prompts, JSON Lines, JSON or parquet, or folders of them: your own (prompt, or context and "
-            "question, and answers), or a benchmark's as it publishes them. Repeat for more."
+            help="File of prompts (JSON Lines, JSON or parquet), or a folder of such files. Prompts are a benchmark's "
+            "as published, or your own with the fields prompt (or context and question) and answers. Repeat the "
+            "option for several."
         ),
     ] = None
     layout: Annotated[
         str | None,
         typer.Option(
-            help=f"The form of --prompts, of {', '.join(LAYOUTS)}; NAME:TASK where files do not say the benchmark's "
-            "task. Default: told from the fields."
+            help=f"Form of --prompts: {', '.join(LAYOUTS)}. Write NAME:TASK if the files do not name the benchmark's "
+            "task. Default: recognised by the fields.",
+            autocompletion=completion.one_of(LAYOUTS),
         ),
     ] = None
     templates: Annotated[
         Path | None,
         typer.Option(
-            help="The benchmark's own file of prompts, or a clone of its repository. Default: beside the data."
+            help="The benchmark's file of prompt templates, or a clone of its repository. Default: beside the data."
         ),
     ] = None
-    demos: Annotated[
-        Path | None, typer.Option(help="The file that HELMET draws the examples before a question from.")
-    ] = None
+    demos: Annotated[Path | None, typer.Option(help="File from which HELMET draws the examples before a question.")] = (
+        None
+    )
     scoring: Annotated[
         str,
         typer.Option(
-            help="Of --prompts of the layout plain. all: share of the answers found, less where values are named that "
-            "were not asked for; part: any found; exact: nothing but an answer; f1: words shared with the nearest."
+            help="Score of --prompts in the layout plain. all: share of the right answers that the reply names, lower "
+            "if it names wrong values too; part: any right answer is named; exact: the reply is a right answer and "
+            "nothing else; f1: words shared with the closest right answer.",
+            autocompletion=completion.one_of(SCORINGS),
         ),
     ] = "all"
     template: Annotated[
-        str, typer.Option(help="How --prompts with a context and a question are written; \\n is a line's end.")
+        str, typer.Option(help="How the context and the question of --prompts become a prompt; \\n is a new line.")
     ] = TEMPLATE.replace("\n", "\\n")
-    tail: Annotated[int, typer.Option(help="Characters at the end of a whole prompt that count as its question.")] = (
-        TAIL
-    )
+    tail: Annotated[
+        int,
+        typer.Option(
+            help="Number of characters at the end of a prompt that count as its question, if its file gives none."
+        ),
+    ] = TAIL
     answer_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Tokens of an answer at most. Default: twice the right answers' and 8; with --prompts {OWN_TOKENS}."
+            help="Longest answer in tokens. Default: twice as long as the right answer plus 8; with --prompts "
+            f"{OWN_TOKENS}."
         ),
     ] = None
     max_length: Annotated[
         int | None,
         typer.Option(
-            help="Longer --prompts lose the middle of their context, as in LongBench. Default: what is too long for "
-            "the model is refused."
+            help="Longest prompt in tokens: longer --prompts lose the middle of their context, as in LongBench. "
+            "Default: prompts that are too long for the model are refused."
         ),
     ] = None
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Put prompts into the model's chat template; ask an --endpoint as a chat."),
+        typer.Option(
+            "--chat", help="Put prompts into the model's chat template; with --endpoint, send them as chat messages."
+        ),
     ] = False
     dtype: shared.ModelDtype = None
     device: shared.Device = None
@@ -200,14 +231,14 @@ class EvalOptions:
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for the records, eval.jsonl, and the figures; what is there already is not measured again."
+            help="Folder for the records (eval.jsonl) and the figures. What it has already is not measured again."
         ),
     ] = Path("eval")
     results: Annotated[
         ResultsForm | None,
         typer.Option(
-            help="kvpress: write predictions.csv, metrics.json and config.yaml of every method and budget too, as "
-            "kvpress' leaderboard has them; of --prompts of its layout."
+            help="With kvpress, also write predictions.csv, metrics.json and config.yaml of every method and budget, "
+            "in the form of kvpress' leaderboard. Needs --prompts in the layout kvpress."
         ),
     ] = None
     json: shared.JsonLines = False
@@ -233,20 +264,22 @@ class EvalOptions:
     def check_together(self) -> None:
         """Refuse options that exclude each other, or that need another."""
         if self.endpoint and self.engine is not EngineName.local:
-            raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
+            raise ValueError("--engine vllm and --endpoint exclude each other: give one of the two")
         if self.results is not None and self.endpoint:
-            raise ValueError("--results kvpress needs the rows that were read, which no server of --endpoint says")
+            raise ValueError(
+                "--results kvpress needs the number of tokens read, which a server of --endpoint does not tell"
+            )
         if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
-            raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
+            raise ValueError("--concurrency needs --endpoint or --engine vllm")
         self._check_effect()
         if bool(self.text) != (AGREEMENT in self.tasks):
-            raise ValueError(f"--task {AGREEMENT} and --text go together")
+            raise ValueError(f"--task {AGREEMENT} needs --text, and only that task takes it")
         if (self.qa is not None) != (QA in self.tasks):
-            raise ValueError(f"--task {QA} and --qa go together")
+            raise ValueError(f"--task {QA} needs --qa, and only that task takes it")
         if self.ruler_words is not None and CWE not in self.tasks:
-            raise ValueError(f"--ruler-words are for --task {CWE}")
+            raise ValueError(f"only --task {CWE} takes --ruler-words")
         if not self.prompts and (alone := shared.spelled(name for name in OF_PROMPTS if name in self.given)):
-            raise ValueError(f"{alone} is of --prompts: name a file with it")
+            raise ValueError(f"{alone} needs --prompts: name a file")
 
     def _check_effect(self) -> None:
         """NoEffect for a budget that was asked for and covers the longest prompt that is made or cut to length."""

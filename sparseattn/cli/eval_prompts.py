@@ -37,9 +37,7 @@ def prompt_file(path: Path, options: EvalOptions) -> PromptFile:
     file = read_prompts(path, setup, options.layout)
     own = shared.spelled(name for name in ("scoring", "template", "tail") if name in options.given)
     if own and file.layout != "plain":
-        raise ValueError(
-            f"{path} is of the layout {file.layout}, which asks and scores by its own rules: leave out {own}"
-        )
+        raise ValueError(f"{path} has the layout {file.layout}, which has its own prompts and scores: leave out {own}")
     tasks = Counter(example.task for example in file.examples)
     kinds = ", ".join(f"{task} {count}" for task, count in tasks.items())
     told = " (told from its fields)" if file.guessed else ""
@@ -47,7 +45,7 @@ def prompt_file(path: Path, options: EvalOptions) -> PromptFile:
     say(f"{path}: layout {file.layout}{told}, prompts: {kinds}{left}")
     if file.examples[0].meta.get("templates_checked") is False:
         say(
-            f"the prompts of {file.layout} are not those of the file that was checked: its hash is in the records",
+            f"this file of {file.layout} is not the one that was checked; its hash is in the records",
             "yellow",
         )
     return file
@@ -62,11 +60,13 @@ def lines_of(files: Sequence[PromptFile]) -> dict[tuple[str, int], Mapping[str, 
     found: dict[tuple[str, int], Mapping[str, Any]] = {}
     for file in files:
         if file.layout != "kvpress":
-            raise ValueError(f"--results kvpress is of its own data sets, and {file.path} is of {file.layout}")
+            raise ValueError(
+                f"--results kvpress needs --prompts in the layout kvpress, and {file.path} has {file.layout}"
+            )
         for example in file.examples:
             place = (example.meta["file"], example.meta["line"])
             if place in found:
-                raise ValueError(f"--results kvpress tells lines apart by their file, and two are called {place[0]}")
+                raise ValueError(f"--results kvpress needs files with different names, and two are called {place[0]}")
             found[place] = example.fields
     return found
 
@@ -119,9 +119,11 @@ def own_prompts(
     """
     longest, most = options.max_length, engine.positions
     if longest is not None and most is not None and longest > most:
-        raise ValueError(f"--max-length is at most the model's {most} positions, got {longest}")
+        raise ValueError(f"--max-length must not exceed the model's {most} tokens, got {longest}")
     if longest is not None and any(example.chat and example.chat.before for example in file.examples):
-        raise ValueError(f"{file.path} holds conversations: --max-length would cut their turns apart, leave it out")
+        raise ValueError(
+            f"{file.path} contains conversations, which --max-length would cut in the middle: leave it out"
+        )
 
     def made(examples: Sequence[Example]) -> Iterator[Prompt]:
         for example in examples:

@@ -35,7 +35,9 @@ def open_filler(name: str) -> tuple[str, str]:
     except JsonError as error:
         raise ValueError(f"--filler {name}: {error}") from None
     if not isinstance(held, dict) or not isinstance(held.get("text"), str):
-        raise ValueError(f'--filler {name}: a .json file holds {{"text": "..."}}, as RULER\'s PaulGrahamEssays.json')
+        raise ValueError(
+            f'--filler {name}: a .json file must have the form {{"text": "..."}}, as RULER\'s PaulGrahamEssays.json'
+        )
     return called, held["text"]
 
 
@@ -71,7 +73,7 @@ def read_words(path: Path) -> list[str]:
         raise ValueError(f"--ruler-words {path}: {error}") from None
     words = list(held.values()) if isinstance(held, dict) else held
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
-        raise ValueError(f"--ruler-words {path} holds a list of words, or an object whose values are words")
+        raise ValueError(f"--ruler-words {path} must be a list of words, or an object whose values are words")
     return words
 
 
@@ -94,7 +96,9 @@ def ruler_prompts(
 
     engine.check(options.prompt_lengths[-1], f"--lengths {options.prompt_lengths[-1]} of {task}, answer and all,")
     if task == QA and material.questions is not None and options.samples > (there := len(material.questions.questions)):
-        raise ValueError(f"--qa {options.qa} holds {there} questions with answers, got --samples {options.samples}")
+        raise ValueError(
+            f"--qa {options.qa} has {there} questions with answers, fewer than --samples {options.samples}"
+        )
     for length in dict.fromkeys((options.prompt_lengths[0], options.prompt_lengths[-1])):
         try:
             next(of_length(length))

@@ -125,7 +125,9 @@ def _windows(text: InputText, options: EvalOptions, tokens: Tokens) -> Source:
     spare = len(tokens.start)
     shortest, last = options.prompt_lengths[0], options.last
     if shortest < last + 2:
-        raise ValueError(f"a window of --lengths {shortest} tokens does not hold --last {last} and 2 before them")
+        raise ValueError(
+            f"a window of --lengths {shortest} tokens is too short for --last {last} and the 2 tokens before them"
+        )
     if len(ids) < options.prompt_lengths[-1]:
         raise ValueError(f"{text.name} has {len(ids)} tokens, fewer than --lengths {options.prompt_lengths[-1]}")
 

@@ -106,7 +106,8 @@ def _described(path: Path) -> dict[str, Any]:
         kind = kinds.get(metadata.get("format", ""))
         if kind is None:
             raise TraceError(
-                f"{path} is a safetensors file, but no trace, artefact, calibration or index of sparseattn"
+                f"{path} is a safetensors file, but not a trace, trained index, calibration or saved index of "
+                "sparseattn"
             )
         return {"file": str(path), **kind(path)}
     except ValueError as error:  # of every kind: a sentence that names the file

@@ -8,19 +8,25 @@ from typing import Annotated
 
 import typer
 
+from sparseattn.cli import completion
+
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """Show versions, devices, which kernels run here, and methods, traces and texts by name; or what FILES hold.
+    """Show versions, devices, the kernels that run here, and all names: methods, traces and texts.
 
-    A method's name in place of a file shows its paper, what it reads, where it departs from the paper, and its
-    arguments. Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
+    With the name of a method, show its paper, what it reads, where it differs from the paper, and its arguments. With
+    a file, show what it holds, and compare every tensor with its hash; the exit status is 2 if a file is damaged.
     """
 
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="Methods by name; traces, artefacts, calibrations and index files; none: what runs here."),
+        typer.Argument(
+            help="Names of methods, or files: traces, trained indexes, calibrations and saved indexes. Default: show "
+            "what runs here.",
+            autocompletion=completion.selectors(),
+        ),
     ] = None
     json: Annotated[
-        bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
+        bool, typer.Option("--json", help="Print a JSON object instead of text; for several files one per line.")
     ] = False

@@ -54,9 +54,7 @@ def open_roles(paths: Iterable[Path] | None, kind: type[Roles] = Roles, trusted:
     for path in paths or ():
         roles = kind.load(path, trusted)
         if repr(by_label.setdefault(roles.label(), roles)) != repr(roles):
-            raise ValueError(
-                f"two files of --{kind.KIND} are called {roles.name}, the second is {path}: name one otherwise"
-            )
+            raise ValueError(f"two files of --{kind.KIND} have the name {roles.name}, the second is {path}: rename one")
     return list(by_label.values())
 
 
@@ -105,7 +103,7 @@ def leading_model() -> str:
 
 
 def _say_instead(error: Exception, what: str) -> None:
-    say(f"{LEAD} cannot be had here, so this takes {what}, which say little of language models: {error}", "yellow")
+    say(f"{LEAD} cannot be fetched, so this run uses {what}, which say little about language models: {error}", "yellow")
 
 
 def named_text(name: str) -> str | Path:
@@ -114,7 +112,7 @@ def named_text(name: str) -> str | Path:
         return name
     if not Path(name).exists():
         known = ", ".join(TEXTS)
-        raise ValueError(f"{name} is neither a file nor a text known by name ({known}){did_you_mean(name, TEXTS)}")
+        raise ValueError(f"{name} is neither a file nor one of the texts by name ({known}){did_you_mean(name, TEXTS)}")
     return Path(name)
 
 
@@ -144,7 +142,7 @@ def open_texts(names: Iterable[str]) -> list[InputText]:
         if isinstance(source, Path) and source.is_dir():
             files = sorted(path for path in source.iterdir() if path.is_file())
             if not files:
-                raise ValueError(f"the folder {name} holds no text file")
+                raise ValueError(f"the folder {name} contains no text file")
             paths += map(str, files)
         else:
             paths.append(name)
@@ -152,7 +150,7 @@ def open_texts(names: Iterable[str]) -> list[InputText]:
     for path in dict.fromkeys(paths):
         name, words = open_text(path)
         if name in texts:
-            raise ValueError(f"two texts are called {name}: rename a file")
+            raise ValueError(f"two texts have the name {name}: rename a file")
         texts[name] = InputText(name, TEXTS[path].kind if path in TEXTS else OWN_KIND, words)
     return list(texts.values())
 

@@ -8,30 +8,38 @@ from typing import Annotated
 
 import typer
 
+from sparseattn.cli import completion
 from sparseattn.cli import options as shared
 from sparseattn.evaluation.builtin_traces import BUILTIN
 
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """Measure why methods find or miss rows: how far queries lie from keys, how few rows hold the attention, how these
-    change from token to token, and how loose Quest's bounds are."""
+    """Measure on traces why methods find or miss tokens.
+
+    The measures are: how far queries are from keys, how few tokens hold the attention, how these tokens change from
+    step to step, and how loose Quest's bounds are.
+    """
 
     traces: Annotated[
-        list[str], typer.Argument(help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}).")
+        list[str],
+        typer.Argument(
+            help=f"Trace files, or built-in traces by name: {', '.join(BUILTIN)}.", autocompletion=completion.traces
+        ),
     ]
     sink: shared.Sink = 4
     window: shared.Window = 64
     layers: shared.Layers = None
-    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are measured.")] = 32
+    last: Annotated[int, typer.Option(help="Number of tokens to measure, at the end of each trace.")] = 32
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for the records, inspect.jsonl, one a layer, and the figures; an earlier run's are replaced."
+            help="Folder for the records (inspect.jsonl, one per layer) and the figures; it replaces those of an "
+            "earlier run."
         ),
     ] = Path("inspect")
     per_head: Annotated[
-        bool, typer.Option("--per-head", help="Every head apart in the tables; the records always hold them.")
+        bool, typer.Option("--per-head", help="Show every head separately in the tables; the records always do.")
     ] = False
     json: shared.JsonLines = False
     figures: shared.Figures = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion
 from sparseattn.cli import options as shared
 
 if TYPE_CHECKING:
@@ -20,35 +21,41 @@ CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 @dataclass(frozen=True, eq=False)
 class LmEvalOptions:
-    """Run lm-evaluation-harness with sparse decoding; further arguments are those of `lm-eval run`.
+    """Run lm-evaluation-harness with sparse decoding. All other arguments go to `lm-eval run`.
 
-    A prompt is prefilled densely but for its tail. The tail, and an answer or a continuation that is scored, are
-    decoded sparsely. A run in which nothing was sparse writes no score.
+    The beginning of a prompt is prefilled with full attention. Its tail, and the answer or the continuation that is
+    scored, are decoded sparsely. A run in which nothing was sparse writes no score.
     """
 
     context: typer.Context
     selector: Annotated[
         str | None,
         typer.Option(
-            help="NAME[:arg=value,...], such as quest:page=32; `sparseattn info` lists the names. Default: quest."
+            help="A method, NAME or NAME:arg=value,..., such as quest:page=32; `sparseattn info` lists the names. "
+            "Default: quest.",
+            autocompletion=completion.selectors(),
         ),
     ] = None
     budget: Annotated[
-        str, typer.Option(help='Rows beyond sink and window: a number, a share of the context ("5%"), a mass, or all.')
+        str,
+        typer.Option(
+            help="Tokens that a query reads besides sink and window: a number (1024), a share of the context (5%), a "
+            "share of the attention (mass:0.95), or all."
+        ),
     ] = "1024"
     tail: Annotated[
         str | None,
         typer.Option(
-            help="Tokens at the end of a prompt that are decoded sparsely: a number, or by task, such as "
-            '"ruler_*=40,longbench2_*=200". Default: what stands behind the context, where the document tells it.'
+            help="Number of tokens at the end of a prompt that are decoded sparsely: one number, or one per task, such "
+            'as "ruler_*=40,longbench2_*=200". Default: what follows the context, if the task says what its context is.'
         ),
     ] = None
     sink: shared.Sink = 4
     window: shared.Window = 64
     seal: shared.Seal = None
     dense_layers: shared.DenseLayers = 0
-    roles: Annotated[Path | None, typer.Option(help="File of roles, instead of --selector.")] = None
-    plan: Annotated[Path | None, typer.Option(help="File of a plan for this model, instead of --selector.")] = None
+    roles: Annotated[Path | None, typer.Option(help="Roles file, instead of --selector.")] = None
+    plan: Annotated[Path | None, typer.Option(help="Plan for this model, instead of --selector.")] = None
     trust: shared.Trust = None
 
     @cached_property

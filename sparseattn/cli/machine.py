@@ -64,7 +64,7 @@ def _measured(shape: Shape, path: Path, json: bool) -> None:
     profile.save(path)
     load, cores = profile.about["load"][:1], profile.about["machine"]["cores"]
     if load and load[0] > BUSY * cores:
-        say(f"other work ran here (load {load[0]:.1f}): measure again when it is quiet")
+        say(f"other programs were running (load {load[0]:.1f}): measure again when the machine is idle")
     _show(profile, "bfloat16", json)
     if not json:
         Screen().print(f"{path}: {time.monotonic() - started:.0f} s", soft_wrap=True)
@@ -109,5 +109,6 @@ def _predicted(known: Machine, shape: Shape, specs: list[str], context: int, bud
         typer.echo(json_module.dumps(told))
         return
     table = machine_tables.steps(known, shape, context, budget_label(parse_budget(budget)), costs)
-    table.note = "\n".join(f"{spec} is not predicted: {why}" for spec, why in refused.items())
+    refusals = (f"There is no prediction for {spec}: {why}" for spec, why in refused.items())
+    table.note = "\n".join(filter(None, [table.note, *refusals]))
     table_screen().print(table)

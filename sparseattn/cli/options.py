@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparseattn.cli import completion
 from sparseattn.models.packaged import PACKAGED, REFERENCE
 from sparseattn.traces.texts import TEXTS
 
@@ -22,14 +23,14 @@ LEAD = "smollm2"  # the model that is asked where none is named
 ALL_LAYERS = "all"  # of `eval --sparse-layers`: every one that attends to the whole context
 
 SELECTOR_HELP = (
-    "NAME[:arg=value,...], such as quest:page=32; `sparseattn info` lists the names. package.module:Class is a class "
-    "of your own, which runs the code of that module. Repeat for more."
+    "A method, NAME or NAME:arg=value,..., such as quest:page=32; `sparseattn info` lists the names. Or a class of "
+    "your own, package.module:Class, which runs the code of that module. Repeat the option for several."
 )
 MODEL_HELP = (
-    f"{', '.join((REFERENCE, *PACKAGED))} (see `sparseattn models`); or the folder, the GGUF file or the name on the "
-    f"Hugging Face hub of a transformers causal LM."
+    f"{', '.join((REFERENCE, *PACKAGED))} (see `sparseattn models`), or a causal language model of transformers: its "
+    f"folder, its GGUF file or its name on the Hugging Face hub."
 )
-TEXT_HELP = f"a UTF-8 file, or a text by name: {', '.join(TEXTS)} (a file of such a name is meant by ./NAME)."
+TEXT_HELP = f"a UTF-8 file, or a text by name: {', '.join(TEXTS)} (write ./NAME for a file with such a name)."
 
 
 class Dtype(str, Enum):
@@ -84,24 +85,25 @@ def spelled(parameters: Iterable[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in parameters)
 
 
-def selector_option(more: str) -> Any:
-    """Return an option of selectors; its help ends in `more`, such as what the default is."""
-    return typer.Option("--selector", help=f"{SELECTOR_HELP} {more}")
+def selector_option(more: str, *words: str) -> Any:
+    """Return an option of selectors; its help ends in `more`, such as what the default is; it takes `words` too."""
+    return typer.Option("--selector", help=f"{SELECTOR_HELP} {more}", autocompletion=completion.selectors(*words))
 
 
 Roles = Annotated[
     list[Path] | None,
     typer.Option(
         "--roles",
-        help="File of roles: a selector for each layer, or for each KV head of it, compared as one method; repeat for "
-        "more.",
+        help="Roles file: one selector per layer, or per KV head of a layer. It is compared as one method. Repeat the "
+        "option for several.",
     ),
 ]
 Plans = Annotated[
     list[Path] | None,
     typer.Option(
         "--plan",
-        help="Plan, a file that `sparseattn recommend` wrote for this model, compared as one method; repeat for more.",
+        help="Plan that `sparseattn recommend` wrote for this model. It is compared as one method. Repeat the option "
+        "for several.",
     ),
 ]
 Trust = Annotated[
@@ -109,49 +111,56 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         metavar="MODULE",
-        help="Module whose classes a file of roles or a plan may name, as MODULE:Class; it is imported, which runs its "
-        "code. A file that names another one is refused. Repeat for more.",
+        help="Module whose classes a roles file or a plan may use, as MODULE:Class. Its code is run. A file that names "
+        "any other module is refused. Repeat the option for several.",
     ),
 ]
 Budgets = Annotated[
     str,
     typer.Option(
         "--budget",
-        help="Rows beyond sink and window: numbers, shares of the context, a mass of the attention (mass:0.95, or with "
-        "2048 rows at most mass:0.95:2048), or all.",
+        help="Tokens that a query reads besides sink and window, several with commas: a number (256), a share of the "
+        "context (5%), a share of the attention (mass:0.95, or mass:0.95:2048 for at most 2,048 tokens), or all.",
     ),
 ]
-Sink = Annotated[int, typer.Option("--sink", help="First rows that every query reads.")]
-Window = Annotated[int, typer.Option("--window", help="Last rows that every query reads.")]
+Sink = Annotated[int, typer.Option("--sink", help="Number of first tokens that every query reads.")]
+Window = Annotated[int, typer.Option("--window", help="Number of most recent tokens that every query reads.")]
 Seal = Annotated[
     int | None,
     typer.Option(
         "--seal",
-        help="Rows that wait, all of them read, before sealing; default the selector's span, since more flatters.",
+        help="Number of new tokens that wait until the selector indexes them; every query reads all of them. Default: "
+        "the selector's span, such as its page. More makes a method look better than it is.",
     ),
 ]
-DenseLayers = Annotated[int, typer.Option("--dense-layers", help="First layers that stay dense (Quest's paper: 2).")]
+DenseLayers = Annotated[
+    int, typer.Option("--dense-layers", help="Number of first layers that keep full attention; Quest's paper has 2.")
+]
 KvRows = Annotated[
     list[str] | None,
     typer.Option(
         "--kv-rows",
-        help="How sealed rows are kept: exact, as they come, or a row codec NAME[:arg=value,...] such as kivi:bits=4, "
-        "which methods that score stored keys refuse; repeat to compare. Default exact.",
+        help="How stored keys and values are kept: exact (as the model computes them) or a row codec "
+        "NAME[:arg=value,...] such as kivi:bits=4; methods that score stored keys refuse codecs. Repeat to compare. "
+        "Default: exact.",
     ),
 ]
-Layers = Annotated[str | None, typer.Option("--layers", help="Layers to take, such as 0,5,17; default all.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, ...; default a GPU if there is one.")]
+Layers = Annotated[str | None, typer.Option("--layers", help="Layers to use, such as 0,5,17. Default: all.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="Where torch computes, such as cpu or cuda. Default: a GPU if there is one."),
+]
 ReplayDevice = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="To replay on; default a CUDA device if there is one, for selectors that can work there.",
+        help="Where torch computes, such as cpu or cuda. Default: a GPU if there is one and the selector can use it.",
     ),
 ]
 ModelDtype = Annotated[
     Dtype | None,
-    typer.Option("--dtype", metavar="DTYPE", help=f"Of the model: {', '.join(Dtype)}; default as stored."),
+    typer.Option("--dtype", metavar="DTYPE", help=f"Dtype of the model: {', '.join(Dtype)}. Default: as stored."),
 ]
-Chunk = Annotated[int, typer.Option("--chunk", help="Tokens run through the model at a time.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")]
-Figures = Annotated[bool, typer.Option("--figures/--no-figures", help="Draw PNGs into --out.")]
+Chunk = Annotated[int, typer.Option("--chunk", help="Number of tokens that the model reads at a time in prefill.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of tables.")]
+Figures = Annotated[bool, typer.Option("--figures/--no-figures", help="Draw figures (PNG) into --out.")]

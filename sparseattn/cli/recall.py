@@ -184,7 +184,7 @@ def _trace_sources(options: RecallOptions) -> list[KeySource]:
 def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], recipe: dict[str, Any]) -> KeySource:
     """Return synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
     if keys < 1:
-        raise ValueError(f"--keys is 1 or more, got {keys}")
+        raise ValueError(f"--keys must be 1 or more, got {keys}")
     for gap in gaps:
         synthetic(16, gap=gap, sinks=0, queries=1, **recipe)  # refuses now what it would refuse later
 
@@ -221,10 +221,10 @@ def _trace(
         )
     recorded = min(trace.shapes[index].queries or trace.tokens for index in chosen)
     if recorded < queries:
-        raise ValueError(f"{trace.name} holds the queries of its last {recorded} tokens, --queries asks for {queries}")
+        raise ValueError(f"{trace.name} has the queries of its last {recorded} tokens, fewer than --queries {queries}")
     if learners and recorded < trace.tokens - sink:
         raise ValueError(
-            f"{learners[0]!r} learns from the queries of the indexed tokens, and {trace.name} holds only those of its "
+            f"{learners[0]!r} learns from the queries of the indexed tokens, and {trace.name} has only those of its "
             f"last {recorded} tokens of {trace.tokens}"
         )
 

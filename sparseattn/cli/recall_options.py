@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.evaluation.builtin_traces import BUILTIN
 
 if TYPE_CHECKING:
@@ -26,56 +26,75 @@ LEADS, DEPTHS = "prose", (10, 18)  # where nothing is named: a trace, and its la
 class RecallOptions:
     """Measure recall@k against the share of keys scanned, for attention's queries and, as a control, for keys.
 
-    The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the most keys of each source; with several
-    --keys also scaling.png, with several --tokens scaling-NAME.png for each trace. Selectors that learn from queries
-    learn from those of the indexed tokens, in the control from the keys.
+    This is the figure of RetrievalAttention (arXiv 2409.10516). recall.png has the largest number of keys of each
+    source; several --keys add scaling.png, and several --tokens add scaling-NAME.png for each trace. Selectors that
+    learn from queries see those of the indexed tokens, and in the control the keys.
     """
 
     traces: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)})."),
+        typer.Argument(
+            help=f"Trace files, or built-in traces by name: {', '.join(BUILTIN)}. Default: see --keys.",
+            autocompletion=completion.traces,
+        ),
     ] = None
     selector: Annotated[list[str] | None, shared.selector_option(f"Default: {' '.join(SELECTED)}.")] = None
     keys: Annotated[
         str | None,
         typer.Option(
-            help=f"Synthetic keys, such as {KEYS}. Traces or --keys, only what is named is measured; neither: "
-            f"layers {' and '.join(map(str, DEPTHS))} of the trace {LEADS}, in a few minutes."
+            help=f"Numbers of synthetic keys, such as {KEYS}. Without traces and --keys, the command measures layers "
+            f"{' and '.join(map(str, DEPTHS))} of the trace {LEADS}, in a few minutes."
         ),
     ] = None
     tokens: Annotated[
         str | None,
         typer.Option(
-            help="First tokens of traces to keep, such as 4096,16384: the last of them ask; several show the growth. "
-            "Default: all."
+            help="Number of tokens to keep from the beginning of traces; several with commas, such as 4096,16384, show "
+            "how the cost grows. Default: all."
         ),
     ] = None
     gap: Annotated[
-        str, typer.Option(help="How far synthetic queries look away from the directions in which keys vary.")
+        str,
+        typer.Option(
+            help="How far synthetic queries point away from the directions in which keys vary, several with commas."
+        ),
     ] = "0,0.26,0.4"
-    spread: Annotated[float, typer.Option(help="Share of synthetic keys' variance within clusters.")] = 0.28
-    size: Annotated[int, typer.Option(help="Head size of synthetic keys.")] = 64
-    seed: Annotated[str, typer.Option(help="Of synthetic keys and queries; of several, the mean.")] = "0"
-    queries: Annotated[int, typer.Option(help="Tokens at the end that ask; those before them are indexed.")] = 64
-    k: Annotated[int, typer.Option("--k", help="Keys to find, and to select.")] = 100
+    spread: Annotated[float, typer.Option(help="Share of the synthetic keys' variance that lies within clusters.")] = (
+        0.28
+    )
+    size: Annotated[int, typer.Option(help="head_dim of synthetic keys.")] = 64
+    seed: Annotated[
+        str, typer.Option(help="Seed of synthetic keys and queries; results of several, with commas, are averaged.")
+    ] = "0"
+    queries: Annotated[
+        int, typer.Option(help="Number of tokens at the end whose queries search; the tokens before them are indexed.")
+    ] = 64
+    k: Annotated[int, typer.Option("--k", help="Number of keys to find, and to select.")] = 100
     values: Annotated[
-        str | None, typer.Option(help="Values of every index's knob, such as 100,200; default rising by 1.4.")
+        str | None,
+        typer.Option(
+            help="Values of every index's search parameter, such as 100,200. Default: a series that grows by a factor "
+            "of 1.4."
+        ),
     ] = None
-    sink: Annotated[int, typer.Option(help="First tokens of a trace that are not indexed.")] = 4
+    sink: Annotated[int, typer.Option(help="Number of first tokens of a trace that are not indexed.")] = 4
     layers: shared.Layers = None
     out: Annotated[
-        Path, typer.Option(help="Folder for the records, recall.jsonl, and the figures; an earlier run's are replaced.")
+        Path,
+        typer.Option(
+            help="Folder for the records (recall.jsonl) and the figures; it replaces those of an earlier run."
+        ),
     ] = Path("recall")
     json: shared.JsonLines = False
     figures: shared.Figures = True
 
     def __post_init__(self) -> None:
         if self.queries < 1 or self.sink < 0:
-            raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {self.queries} and {self.sink}")
+            raise ValueError(f"--queries must be 1 or more and --sink 0 or more, got {self.queries} and {self.sink}")
         if self.knobs is not None and min(self.knobs) < 1:
-            raise ValueError(f"--values are 1 or more, got {self.values!r}")
+            raise ValueError(f"--values must be 1 or more, got {self.values!r}")
         if self.tokens is not None and self.keys and not self.traces:
-            raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
+            raise ValueError("--tokens shortens traces, and --keys alone measures none: name a trace")
 
     @cached_property
     def methods(self) -> list[tuple[str, Selector]]:
@@ -103,7 +122,7 @@ def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
         first = named.setdefault(selector.label(knob=False), selector)
         if repr(first) != repr(selector):
             raise ValueError(
-                f"{first.label()} and {selector.label()} differ in {selector.knob} alone, which this command turns: "
-                f"name one of them, and the values with --values"
+                f"{first.label()} and {selector.label()} differ only in {selector.knob}, which this command varies: "
+                f"give one of them, and its values with --values"
             )
     return list(named.items())

@@ -23,7 +23,7 @@ def run(options: RecommendOptions) -> None:
     path = options.plan_path
     why = path.with_suffix(".md")
     if not path.parent.is_dir():
-        raise ValueError(f"--plan is in a folder that does not exist: {path.parent}")
+        raise ValueError(f"the folder of --plan does not exist: {path.parent}")
     with locked(options.out / "recommend.lock", f"--out {options.out}"):
         try:
             result = search(options, options.out / "recommend.jsonl")

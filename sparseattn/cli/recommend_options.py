@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.core.budget import Budget, budget_label
 from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
 from sparseattn.recommend.defaults import BUDGETS, METHODS, SERVED
@@ -40,54 +40,63 @@ class Target(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class RecommendOptions:
-    """Choose a method and a budget for every layer of a model, and verify the whole on text that nothing was chosen by.
+    """Choose a method and a budget for every layer of a model, and verify the result on held-out text.
 
-    Interrupt it as you like: the same command goes on.
+    You can interrupt the command at any time; the same command continues where it stopped.
     """
 
     text: Annotated[
         list[str],
         typer.Option(
-            help=f"Of the kind that the model is to read: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat for more."
+            help="Text of the kind that the model will read: a folder of UTF-8 files, "
+            f"{shared.TEXT_HELP} Repeat the option for several.",
+            autocompletion=completion.texts,
         ),
     ]
-    model: Annotated[str, typer.Option(help=shared.MODEL_HELP)] = shared.LEAD
-    error: Annotated[str, typer.Option(help="The most that predictions may change, such as 1%; see --measure.")] = "1%"
+    model: Annotated[str, typer.Option(help=shared.MODEL_HELP, autocompletion=completion.models)] = shared.LEAD
+    error: Annotated[
+        str, typer.Option(help="Largest allowed change of the next-token distribution, such as 1%; see --measure.")
+    ] = "1%"
     measure: Annotated[
         str,
         typer.Option(
-            help="What --error bounds. " + "; ".join(f"{name}: {about}" for name, (_, about) in MEASURES.items())
+            help="What --error limits. " + "; ".join(f"{name}: {about}" for name, (_, about) in MEASURES.items()) + ".",
+            autocompletion=completion.one_of(MEASURES),
         ),
     ] = KL
     machine: Annotated[
         str | None,
         typer.Option(
-            help="Predict a step's time on it, and have little of that: cpu (as `sparseattn machine` measured it), "
-            "h100 or another GPU of `sparseattn machine`, or a profile's file. Default: have little of the bytes read."
+            help="Minimise the predicted step time on this machine: cpu (as `sparseattn machine` measured it), h100 or "
+            "another GPU of `sparseattn machine`, or the file of a profile. Default: minimise the bytes read.",
+            autocompletion=completion.machines,
         ),
     ] = None
     context: Annotated[
         str | None,
         typer.Option(
-            "--context", help="Rows of the context that costs are predicted for, such as 128k. Default: --length."
+            "--context", help="Tokens of the context for which costs are predicted, such as 128k. Default: --length."
         ),
     ] = None
-    batch: Annotated[int, typer.Option(help="Sequences of a step that costs are predicted for.")] = 1
+    batch: Annotated[int, typer.Option(help="Sequences that decode together, for predicted costs.")] = 1
     selector: Annotated[
         list[str] | None,
         shared.selector_option(
-            f"Default: {' '.join(METHODS)}; for vLLM {' '.join(SERVED)}. Full attention and the window are always "
-            "among them."
+            f"Default: {' '.join(METHODS)}; for vLLM {' '.join(SERVED)}. Full attention and the window alone are "
+            "always candidates too."
         ),
     ] = None
     budget: Annotated[
-        str, typer.Option(help="Rows beyond sink and window, or shares of the context, that a layer may have.")
+        str,
+        typer.Option(
+            help="Budgets to choose from, with commas: tokens besides sink and window, or shares of the context (5%)."
+        ),
     ] = ",".join(map(budget_label, BUDGETS))
     by: Annotated[
         By | None,
         typer.Option(
-            help="What a method and a budget is chosen for: each KV head (head), or each layer with all its heads "
-            "(layer). Default: head, but layer for vLLM, which serves no other."
+            help="Choose a method and a budget for each KV head (head), or one for all heads of a layer (layer). "
+            "Default: head; for vLLM layer, as it serves nothing else."
         ),
     ] = None
     engine: Annotated[
@@ -95,21 +104,24 @@ class RecommendOptions:
         typer.Option(
             "--for",
             metavar="ENGINE",
-            help="transformers: SparseCache; vllm: what vLLM serves, by layer, one size of page.",
+            help="What will run the plan. transformers: a SparseCache; vllm: `sparseattn serve`, with one choice per "
+            "layer and one page size.",
         ),
     ] = Target.transformers
-    length: Annotated[int, typer.Option(help="Tokens of a window of the text.")] = 4096
-    last: Annotated[int, typer.Option(help="Tokens at the end of each window that are decoded.")] = 32
-    windows: Annotated[int, typer.Option(help="Windows to choose by.")] = 4
-    held_out: Annotated[int, typer.Option(help="Further windows, to verify on.")] = 6
-    draws: Annotated[int, typer.Option(help="Backward passes a window, by which errors of layers are weighed.")] = 16
+    length: Annotated[int, typer.Option(help="Tokens of each window, a piece of the text.")] = 4096
+    last: Annotated[int, typer.Option(help="Number of tokens to decode, at the end of each window.")] = 32
+    windows: Annotated[int, typer.Option(help="Number of windows to choose on.")] = 4
+    held_out: Annotated[int, typer.Option(help="Number of further windows, to verify on.")] = 6
+    draws: Annotated[
+        int, typer.Option(help="Backward passes per window, which estimate how much the error of each layer matters.")
+    ] = 16
     sink: shared.Sink = 4
     window: shared.Window = 64
     name: Annotated[
         str | None,
         typer.Option(
-            help="What tables call the plan. Default: the model, the error, and what of --measure, --machine, "
-            "--context, --by, --batch and --for is given."
+            help="Name of the plan in tables. Default: the model, the error, and those of --measure, --machine, "
+            "--context, --by, --batch and --for that you give."
         ),
     ] = None
     dtype: shared.ModelDtype = None
@@ -118,23 +130,22 @@ class RecommendOptions:
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for plan.json, plan.md, which says why, report.html, and the records, recommend.jsonl; what "
-            "is there already is not measured again."
+            help="Folder for plan.json, plan.md (the reasons), report.html and the records (recommend.jsonl). What it "
+            "has already is not measured again."
         ),
     ] = Path("recommend")
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write the plan, and beside it the page of why, as .md. Default: plan.json in --out."
+            help="File to write the plan to, NAME.json; the reasons go to NAME.md beside it. Default: plan.json in "
+            "--out."
         ),
     ] = None
-    json: Annotated[bool, typer.Option("--json", help="The plan on standard output instead of tables.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of tables.")] = False
 
     def __post_init__(self) -> None:
         if None in self.budgets:
-            raise ValueError(
-                "--budget has rows, shares or masses, got 'all': full attention is always among the choices"
-            )
+            raise ValueError("--budget takes tokens, shares or masses, got 'all': full attention is always a candidate")
         if self.vllm:
             self._check_for_vllm()
         numbers = ("batch", "length", "last", "windows", "held_out", "draws", "chunk")
@@ -142,15 +153,15 @@ class RecommendOptions:
             {"--context": self.context_rows, **{shared.spelled([name]): getattr(self, name) for name in numbers}}
         )
         if self.sink < 0 or self.window < 1:
-            raise ValueError(f"--sink is 0 or more and --window 1 or more, got {self.sink} and {self.window}")
+            raise ValueError(f"--sink must be 0 or more and --window 1 or more, got {self.sink} and {self.window}")
         for name in ("bound", "profile", "place"):  # what cannot be had is refused before anything is made
             getattr(self, name)
 
     def _check_for_vllm(self) -> None:
         if self.by is By.head:
-            raise ValueError("--by head is not for vLLM, where the KV heads of a layer agree: leave it out")
+            raise ValueError("vLLM serves one choice per layer: leave out --by head")
         if shares := [budget for budget in self.budgets if not isinstance(budget, int)]:
-            raise ValueError(f"in vLLM a budget is rows, got {budget_label(shares[0])}: give such as --budget 64,256")
+            raise ValueError(f"vLLM needs budgets in tokens, such as --budget 64,256, got {budget_label(shares[0])}")
         from sparseattn.serving.vllm.settings import servable
 
         for method in self.selector or ():
@@ -223,5 +234,5 @@ class RecommendOptions:
         """Where the plan is written; the page of why lies beside it, as .md."""
         path = self.plan or self.out / "plan.json"
         if path.suffix != ".json":
-            raise ValueError(f"--plan ends in .json, since the page of why lies beside it, got {path}")
+            raise ValueError(f"--plan must end in .json, got {path}")
         return path

@@ -217,8 +217,8 @@ def _doubt(machine: Machine | None, layer: Layer) -> None:
     if shape is not None and shape != own:
         measured, wanted = (",".join(str(one[name]) for name in own) for one in (shape, own))
         say(
-            f"the profile was measured with --shape {measured}, and layers are {wanted}: a profile by "
-            f"`sparseattn machine --shape {wanted} --out FILE` predicts them better"
+            f"the profile was measured with --shape {measured}, and the layers have {wanted}: a profile from "
+            f"`sparseattn machine --shape {wanted} --out FILE` gives better predictions"
         )
 
 
@@ -229,7 +229,9 @@ def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence
             try:
                 objective.heads(layer, group[-1], [])
             except (ValueError, NotImplementedError) as why:
-                raise ValueError(f"what {group[-1].method!r} costs in layer {layer.index} is not known: {why}") from why
+                raise ValueError(
+                    f"the cost of {group[-1].method!r} in layer {layer.index} is not known: {why}"
+                ) from why
 
 
 def _measure_frontiers(

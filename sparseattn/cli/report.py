@@ -54,9 +54,9 @@ def write_report(
     if not folders and not traces:
         raise ValueError("name a folder that bench, inspect, recall, eval or recommend wrote, or a --trace to explore")
     if out.suffix != ".html" or out.is_dir():
-        raise ValueError(f"--out is an .html file to write, got {out}")
+        raise ValueError(f"--out must be an .html file, got {out}")
     if not out.parent.is_dir():
-        raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
+        raise ValueError(f"the folder of --out does not exist: {out.parent}")
     found = reading.read(folders, CHECKS)
     sections = [one for name, make in KINDS.items() for one in _sections(found.get(name, []), make)]
     settings: dict[str, Facts] = {}

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.core.budget import Budget, parse_budget
 from sparseattn.evaluation.builtin_traces import BUILTIN
 
@@ -54,30 +54,36 @@ class Explored:
 class ReportOptions:
     """Write one self-contained HTML page from the records of other commands: plots, maps, tables and every setting.
 
-    With --trace also the attention of single tokens: which rows hold it, and which of them methods read.
+    With --trace, the page also shows the attention of single tokens: which tokens hold it, and which of these each
+    method reads.
     """
 
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            help=f"Folders that bench, inspect, recall, eval or recommend wrote; what is read: {', '.join(FILES)}."
+            help=f"Folders that bench, inspect, recall, eval or recommend wrote. The command reads {', '.join(FILES)}."
         ),
     ] = None
-    out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html")
-    title: Annotated[str | None, typer.Option(help="Heading of the page. Default: model, length and methods.")] = None
+    out: Annotated[Path, typer.Option(help="Page to write; it replaces an older one.")] = Path("report.html")
+    title: Annotated[
+        str | None, typer.Option(help="Heading of the page. Default: the model, its tokens and the methods.")
+    ] = None
     trace: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Trace file, or built-in trace by name ({', '.join(BUILTIN)}), whose attention is explored token by "
-            f"token, over its text where it was captured --with-text; repeat for more."
+            help=f"Show the attention of each token of this trace: a file, or a built-in trace by name: "
+            f"{', '.join(BUILTIN)}. Text appears if it was captured --with-text. Repeat the option for several.",
+            autocompletion=completion.traces,
         ),
     ] = None
     selector: Annotated[
         list[str] | None,
-        shared.selector_option(f"Their rows are shown there. Default: {' '.join(EXPLORED)}."),
+        shared.selector_option(f"What they read is shown on the --trace. Default: {' '.join(EXPLORED)}."),
     ] = None
-    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that these read there.")] = "256"
-    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = QUERIES
+    budget: Annotated[
+        str, typer.Option(help="Tokens that these methods read besides sink and window, on the --trace.")
+    ] = "256"
+    queries: Annotated[int, typer.Option(help="Number of tokens to show, at the end of the --trace.")] = QUERIES
     layers: shared.Layers = None
     sink: shared.Sink = 4
     window: shared.Window = 64
@@ -85,7 +91,7 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         if self.selector and not self.trace:
-            raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
+            raise ValueError("--selector needs a --trace, on which it is shown")
 
     def explored(self) -> Explored:
         """Return the traces whose attention is shown."""

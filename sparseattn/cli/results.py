@@ -19,7 +19,7 @@ from sparseattn.utils.files import naming, write_atomic
 def results_folder(out: Path) -> None:
     """Make the folder `out`; one that cannot be written fails here, not after the work."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out is a folder, {out} is a file")
+        raise ValueError(f"--out must be a folder, and {out} is a file")
     with naming(out):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()

@@ -26,11 +26,11 @@ def run(options: ServeOptions) -> None:
         installed.check_plugin()
         if not engine.cpu:
             server = replace(server, backend=serving.CUSTOM)
-            say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, and on no GPU yet")
+            say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, but never on a GPU")
     if serving.key_apart(server.more)[0] is not None:
         say(
-            f"other users can read the key on this command line until the server starts, and vLLM gets it by "
-            f"{serving.SECRET}: set that in the environment instead"
+            f"other users can read the key on this command line until the server starts; set it in the environment as "
+            f"{serving.SECRET} instead"
         )
     environment = server.environment(os.environ)
     server.check_address()
@@ -43,13 +43,13 @@ def run(options: ServeOptions) -> None:
     cache = server.cache_bytes
     if cache is None and engine.cpu and serving.SPACE not in environment:
         cache = quarter_of_memory()
-        say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib says another size)")
+        say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib changes this)")
     if serving.has_chat_template(source, server.more) is False:
-        say(f"{options.model} has no chat template: ask by /v1/completions, or name one behind -- by --chat-template")
+        say(f"{options.model} has no chat template: use /v1/completions, or add -- --chat-template FILE")
     server = replace(server, model=source, name=options.name or called, cache_bytes=cache)
     how = "vLLM's own attention" if settings is None else _described(settings)
     address = f"http://{_bracketed(server.host)}:{server.port}/v1"
-    say(f"serving {server.name} by vLLM {engine.version} at {address} with {how}")
+    say(f"serving {server.name} with vLLM {engine.version} at {address} with {how}")
     arguments = server.command()
     os.execve(arguments[0], arguments, server.environment(os.environ))
 
@@ -68,10 +68,10 @@ def _check_effect(settings: Settings | None, longest: int | None, asked: bool) -
 
 
 def _described(settings: Settings) -> str:
-    zones = f"sink {settings.sink} and window {settings.window}; dense up to {settings.above} rows"
+    zones = f"sink {settings.sink} and window {settings.window}; dense up to {settings.above:,} tokens"
     if settings.layers is not None:
         return f"{settings.called}; {zones}"
-    return f"{settings.selector}: {settings.budget} rows beyond {zones} and in the first {settings.dense_layers} layers"
+    return f"{settings.selector}: {settings.budget} tokens, {zones} and in the first {settings.dense_layers} layers"
 
 
 def _bracketed(host: str) -> str:

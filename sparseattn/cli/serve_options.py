@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 from sparseattn.serving.vllm.defaults import ABOVE, DENSE_LAYERS, SELECTOR, SINK, WINDOW
 
 if TYPE_CHECKING:
@@ -25,50 +25,55 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, eq=False)
 class ServeOptions:
-    """Serve MODEL by vLLM's OpenAI-compatible server, with sparse attention where sequences are long.
+    """Serve MODEL with vLLM's OpenAI-compatible server, with sparse attention in long sequences.
 
-    A second Ctrl-C, or SIGTERM, ends it at once.
+    Ctrl-C or SIGTERM lets running requests finish; a second one stops the server at once.
     """
 
     context: typer.Context
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP)]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP, autocompletion=completion.models)]
     more: Annotated[
         list[str] | None,
-        typer.Argument(metavar="VLLM_ARGUMENT", help="Further arguments of vLLM's server, behind --."),
+        typer.Argument(metavar="VLLM_ARGUMENT", help="Further arguments for vLLM's server, after --."),
     ] = None
     selector: Annotated[
         str,
         typer.Option(
-            help=f"NAME[:arg=value,...] of a method whose index is by page, such as quest or lowbit:bits=1,page=16; "
-            f"window; package.module:Class; {STOCK} serves vLLM's own attention.",
+            help="A method that indexes pages, such as quest:page=32 or lowbit:bits=1,page=16; window; a class of "
+            f"your own, package.module:Class; or {STOCK} for vLLM's own attention.",
+            autocompletion=completion.selectors(STOCK),
         ),
     ] = SELECTOR
-    budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048
+    budget: Annotated[int, typer.Option(help="Tokens that a query reads besides sink and window.")] = 2048
     sink: shared.Sink = SINK
     window: shared.Window = WINDOW
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Plan, a file that `sparseattn recommend --for vllm` wrote for this model: selector and budget of "
-            "every layer, sink and window."
+            help="Plan that `sparseattn recommend --for vllm` wrote for this model. It sets the selector and the "
+            "budget of every layer, sink and window."
         ),
     ] = None
     trust: shared.Trust = None
     dense_layers: shared.DenseLayers = DENSE_LAYERS
-    above: Annotated[int, typer.Option(help="Sequences of so many rows or fewer are attended to densely.")] = ABOVE
-    name: Annotated[str | None, typer.Option(help="What clients call the model; default as MODEL is called.")] = None
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000
-    dtype: Annotated[str, typer.Option(help=f"auto (as stored), {', '.join(shared.Dtype)}.")] = "auto"
+    above: Annotated[int, typer.Option(help="Sequences of at most this many tokens get full attention.")] = ABOVE
+    name: Annotated[str | None, typer.Option(help="Model name for clients. Default: MODEL.")] = None
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the model: auto (as stored), {', '.join(shared.Dtype)}.")] = (
+        "auto"
+    )
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence at most; default the model's positions.")
+        int | None, typer.Option(help="Longest sequence in tokens. Default: as many as the model supports.")
     ] = None
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share every layer.")] = 1
+    tensor_parallel_size: Annotated[int, typer.Option(help="Number of devices that each layer is split over.")] = 1
     kv_cache_gib: Annotated[
         float | None,
-        typer.Option(help="GiB of KV cache on each device; default a quarter of the memory on a CPU, else vLLM's."),
+        typer.Option(
+            help="KV cache on each device, in GiB. Default: a quarter of the memory on a CPU, vLLM's choice on a GPU."
+        ),
     ] = None
-    drain: Annotated[int, typer.Option(help="Seconds that requests under way may still take at SIGTERM or Ctrl-C.")] = (
+    drain: Annotated[int, typer.Option(help="Seconds that running requests get to finish after Ctrl-C or SIGTERM.")] = (
         20
     )
 
@@ -82,13 +87,13 @@ class ServeOptions:
             }
         )
         if self.drain < 0:
-            raise ValueError(f"--drain is 0 or more, got {self.drain}")
+            raise ValueError(f"--drain must be 0 or more, got {self.drain}")
         if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < 2**20:
-            raise ValueError(f"--kv-cache-gib is GiB above 0, got {self.kv_cache_gib}")
+            raise ValueError(f"--kv-cache-gib must be above 0, got {self.kv_cache_gib}")
         planned = {"selector", "budget", "sink", "window", "dense_layers"} & shared.given_options(self.context)
         if self.plan is not None and planned:
             spelled = shared.spelled(sorted(planned))
-            raise ValueError(f"a plan says what each layer does: give --plan, or {spelled}")
+            raise ValueError(f"--plan sets what each layer does: leave out --plan, or {spelled}")
 
     @cached_property
     def modules(self) -> frozenset[str]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
 
 if TYPE_CHECKING:
     from sparseattn.training import CodesRecipe, Filters, Recipe
@@ -22,88 +22,111 @@ CODES = ("subspaces", "bits", "reach")  # of `QUERYPQ` alone; all others are of 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train a method on traces of many prompts; the same command resumes a run that was killed. `saap:artefact=FILE`
-    and `querypq:artefact=FILE` use the result.
+    """Train saap or querypq on traces of many prompts. The same command resumes a run that was stopped.
 
-    Under `torchrun --nproc-per-node N -m sparseattn train ...` the KV heads are split over N processes, for saap.
+    `saap:artefact=FILE` and `querypq:artefact=FILE` use the result. For saap, `torchrun --nproc-per-node N -m
+    sparseattn train ...` splits the KV heads over N processes.
     """
 
-    traces: Annotated[list[Path], typer.Argument(help="Traces of many prompts of one model, or folders of them.")]
-    out: Annotated[Path, typer.Option(help="Artefact to write, a .safetensors file.")]
+    traces: Annotated[list[Path], typer.Argument(help="Trace files of many prompts of one model, or folders of them.")]
+    out: Annotated[Path, typer.Option(help="Trained file to write, NAME.safetensors.")]
     method: Annotated[
-        str, typer.Option(help=f"{SAAP}: buckets and classifiers; {QUERYPQ}: metric, rotation and codebooks.")
+        str,
+        typer.Option(
+            help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks.",
+            autocompletion=completion.one_of((SAAP, QUERYPQ)),
+        ),
     ] = SAAP
     held_out: Annotated[
-        list[Path] | None, typer.Option(help="Traces to validate on; by default 1 prompt in 5 of TRACES.")
+        list[Path] | None,
+        typer.Option(
+            help="Trace file or folder to validate on. Repeat the option for several. Default: 1 in 5 of the prompts "
+            "in TRACES."
+        ),
     ] = None
     layers: shared.Layers = None
     clusters: Annotated[
-        int | None, typer.Option(help="Buckets of a head; default 1024, or fewer: 32 rows of a prompt to each.")
+        int | None,
+        typer.Option(
+            help="Number of buckets per head. Default: 1024, or fewer so that a prompt has 32 tokens per bucket."
+        ),
     ] = None
     sample: Annotated[
-        int | None, typer.Option(help=f"Keys that k-means sees; default 256 a bucket, of {QUERYPQ} 32768.")
+        int | None,
+        typer.Option(help=f"Number of keys that k-means sees. Default: 256 per bucket, for {QUERYPQ} 32768."),
     ] = None
-    iterations: Annotated[int, typer.Option(help="Iterations of k-means.")] = 25
-    hidden: Annotated[int, typer.Option(help="Hidden width of the classifier.")] = 1024
-    steps: Annotated[int, typer.Option(help="Most steps of the classifier.")] = 2000
-    batch: Annotated[int, typer.Option(help="Queries of a step, all from one prompt.")] = 1024
+    iterations: Annotated[int, typer.Option(help="Number of k-means iterations.")] = 25
+    hidden: Annotated[int, typer.Option(help="Hidden width of the query classifier.")] = 1024
+    steps: Annotated[int, typer.Option(help="Largest number of training steps of the classifier.")] = 2000
+    batch: Annotated[int, typer.Option(help="Queries per step, all from one prompt.")] = 1024
     queries: Annotated[
         int | None,
         typer.Option(
-            help=f"Distinct queries of a classifier, over all prompts; default 65536. Of {QUERYPQ} those of a query "
-            "head for the metric; default 8192."
+            help=f"Number of distinct queries, over all prompts: those that a classifier sees (default: 65536), or for "
+            f"{QUERYPQ} those of each query head that make the metric (default: 8192)."
         ),
     ] = None
-    keys: Annotated[int | None, typer.Option(help="Keys of a prompt that targets are taken over; default all.")] = None
+    keys: Annotated[
+        int | None, typer.Option(help="Number of keys per prompt from which targets are computed. Default: all.")
+    ] = None
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
-    gap: Annotated[int | None, typer.Option(help="Keys count for queries more than GAP behind them; default 2047.")] = (
-        None
-    )
+    gap: Annotated[
+        int | None,
+        typer.Option(help="A query only counts keys that are more than GAP tokens before it. Default: 2047."),
+    ] = None
     near: Annotated[
         int | None,
-        typer.Option(help="Leave out queries whose best key is less than NEAR before them; default 1024."),
+        typer.Option(help="Leave out queries whose best key is less than NEAR tokens before them. Default: 1024."),
     ] = None
-    sink: Annotated[int, typer.Option(help="First rows of a prompt that do not count.")] = 1
-    shares: Annotated[str, typer.Option(help="Budgets of validation, as shares of the context.")] = "0.01,0.05"
-    validate: Annotated[int, typer.Option(help="Steps between validations.")] = 100
-    patience: Annotated[int, typer.Option(help="Validations without progress after which a head stops.")] = 10
-    seed: Annotated[int, typer.Option(help="Of everything drawn at random.")] = 0
+    sink: Annotated[int, typer.Option(help="Number of first tokens of a prompt that are left out.")] = 1
+    shares: Annotated[str, typer.Option(help="Budgets for validation, as shares of the context, with commas.")] = (
+        "0.01,0.05"
+    )
+    validate: Annotated[int, typer.Option(help="Number of steps between validations.")] = 100
+    patience: Annotated[int, typer.Option(help="Stop a head after this many validations without progress.")] = 10
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0
     device: shared.Device = None
     dtype: Annotated[
-        shared.Dtype, typer.Option(metavar="DTYPE", help=f"What tensors are stored in: {', '.join(shared.Dtype)}.")
+        shared.Dtype, typer.Option(metavar="DTYPE", help=f"Dtype of the stored tensors: {', '.join(shared.Dtype)}.")
     ] = shared.Dtype.float16
-    roped: Annotated[bool, typer.Option("--roped", help="Ablation: vectors as attention sees them.")] = False
+    roped: Annotated[bool, typer.Option("--roped", help="Ablation: train on keys and queries after RoPE.")] = False
     short_range: Annotated[
-        bool, typer.Option("--short-range", help="Ablation: no long-range filter (gap 0, near 0).")
+        bool, typer.Option("--short-range", help="Ablation: no long-range filter, as --gap 0 --near 0.")
     ] = False
     residual: Annotated[
-        bool, typer.Option("--residual", help="A linear path beside the classifier's layers, begun at mean keys.")
+        bool, typer.Option("--residual", help="Add a linear path to the classifier, initialised with the mean keys.")
     ] = False
     per_query_head: Annotated[
-        bool, typer.Option("--per-query-head", help="Ablation: a classifier for each query head.")
+        bool, typer.Option("--per-query-head", help="Ablation: one classifier per query head.")
     ] = False
-    two_sided: Annotated[bool, typer.Option("--two-sided", help="Ablation: later keys count as well.")] = False
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="Ablation: no classifier, k-means alone.")] = False
-    reverse: Annotated[bool, typer.Option("--reverse", help="Ablation: the other direction of the KL loss.")] = False
+    two_sided: Annotated[
+        bool, typer.Option("--two-sided", help="Ablation: also count keys that come after the query.")
+    ] = False
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Ablation: no classifier, only k-means.")] = False
+    reverse: Annotated[bool, typer.Option("--reverse", help="Ablation: use the opposite direction of the KL loss.")] = (
+        False
+    )
     subspaces: Annotated[
-        int, typer.Option(help=f"{QUERYPQ}: subspaces of a head; default 0, one for every 2 * BITS channels.")
+        int, typer.Option(help=f"For {QUERYPQ}: number of subspaces per head; 0 means one per 2 * BITS channels.")
     ] = 0
-    bits: Annotated[int, typer.Option(help=f"{QUERYPQ}: of a subspace's code, 4 or 8.")] = 4
-    reach: Annotated[float, typer.Option(help=f"{QUERYPQ}: power of a key's mean attention that it counts for.")] = 0.5
-    save_every: Annotated[int, typer.Option(help="Steps between two states to resume from.")] = 100
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False
+    bits: Annotated[int, typer.Option(help=f"For {QUERYPQ}: bits of the code of a subspace, 4 or 8.")] = 4
+    reach: Annotated[
+        float, typer.Option(help=f"For {QUERYPQ}: weight each key by its mean attention to this power, 0 to 1.")
+    ] = 0.5
+    save_every: Annotated[int, typer.Option(help="Number of steps between saved states to resume from.")] = 100
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
         values.check_one_of("--method", self.method, (SAAP, QUERYPQ))
         for field in fields(self):
             owner = None if field.name in BOTH else QUERYPQ if field.name in CODES else SAAP
             if owner not in (None, self.method) and getattr(self, field.name) != field.default:
-                raise ValueError(f"{shared.spelled([field.name])} is for --method {owner}, got --method {self.method}")
+                raise ValueError(f"{shared.spelled([field.name])} needs --method {owner}, got --method {self.method}")
         if self.save_every < 1:
-            raise ValueError(f"--save-every is at least 1, got {self.save_every}")
+            raise ValueError(f"--save-every must be 1 or more, got {self.save_every}")
         if self.short_range and (self.gap is not None or self.near is not None):
-            raise ValueError("--short-range is --gap 0 --near 0, so give it or these")
+            raise ValueError("--short-range means --gap 0 --near 0: leave out it or these")
 
     @property
     def filters(self) -> Filters:

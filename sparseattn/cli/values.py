@@ -44,7 +44,7 @@ def row_count(text: str, option: str) -> int:
     factor = {"k": 1024, "M": 1024**2}.get(text[-1:], 1)
     number = text if factor == 1 else text[:-1]
     if not number.isdecimal():
-        raise ValueError(f"{option} is rows such as 32768, 128k or 1M, got {text!r}")
+        raise ValueError(f"{option} takes a number of tokens such as 32768, 128k or 1M, got {text!r}")
     return int(number) * factor
 
 
@@ -53,7 +53,7 @@ def names(text: str, option: str, known: Sequence[str]) -> list[str]:
     parts = list(dict.fromkeys(text.split(","))) if text else []
     for name in parts:
         if name not in known:
-            raise ValueError(f"{option} takes names from {', '.join(known)}, separated by commas, got {name!r}")
+            raise ValueError(f"{option} takes one or more of {', '.join(known)}, separated by commas, got {name!r}")
     return parts
 
 
@@ -61,13 +61,13 @@ def check_positive(numbers: dict[str, int | None]) -> None:
     """Refuse a number below 1, by the name of its option."""
     for option, number in numbers.items():
         if number is not None and number < 1:
-            raise ValueError(f"{option} is 1 or more, got {number}")
+            raise ValueError(f"{option} must be 1 or more, got {number}")
 
 
 def check_one_of(option: str, name: str, known: Collection[str]) -> None:
     """Refuse a name that is not among `known`."""
     if name not in known:
-        raise ValueError(f"{option} is one of {', '.join(known)}, got {name!r}")
+        raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
 
 
 def _numbers(text: str, option: str, kind: Callable[[str], Number], what: str) -> list[Number]:

@@ -23,20 +23,20 @@ MEMORY_PAGE = 4096  # bytes whose address is looked up at once
 
 # What a launch runs, by which a machine knows its speed.
 KINDS = {
-    "step": "what a step does whatever the method, such as to look at the query",
-    "operator": "a tensor operation on a few numbers: its launch is what it costs",
-    "dense": "attention over every row, as torch computes it",
-    "attend": "attention over rows named in runs, such as pages; entries: runs",
-    "gather": "attention over rows named one by one; entries: pages of memory that they lie in",
+    "step": "what every step does whatever the method, such as reading the query",
+    "operator": "a tensor operation on a few numbers, which costs its launch alone",
+    "dense": "attention over all tokens, as torch computes it",
+    "attend": "attention over tokens in runs, such as pages; entries: runs",
+    "gather": "attention over single tokens; entries: the pages of memory that hold them",
     "bounds": "products of the queries with the bounds of pages",
-    "product": "products in float32 of the queries with a tensor of the keys' dtype; entries: scores made",
-    "codes": "products of the queries with keys of a few bits, the group's vote, and the best; entries: their sort",
-    "listed": "the same of listed rows",
-    "names": "sums over tables by codes that name centroids; entries: names looked up",
-    "classifier": "a network of two layers that ranks buckets, for few queries; entries: its numbers",
+    "product": "products of the queries in float32 with a tensor in the keys' dtype; entries: scores",
+    "codes": "products of the queries with keys of few bits, the group's vote and the top-k; entries: what is sorted",
+    "listed": "the same for listed tokens",
+    "names": "sums of table entries that codes of centroids select; entries: look-ups",
+    "classifier": "a two-layer network that ranks buckets, for few queries; entries: its weights",
     "network": "the same for many queries",
-    "sort": "the best of many scores; entries: scores",
-    "walk": "scores of keys here and there, as of a search of a graph; entries: keys",
+    "sort": "the top-k of many scores; entries: scores",
+    "walk": "scores of scattered keys, as in a graph search; entries: keys",
 }
 
 
@@ -317,7 +317,7 @@ def scored_by_torch(scan: Scan, query: Tensor, rows: int, span: int, operators: 
         Launch("sort", entries=sorted_best(batch * heads, scan.scanned, spans)),
         Launch("operator", count=operators),
     )
-    expected = "torch scores what is scanned, as the method names no launches"
+    expected = "torch scores what the method scans, since the method names no launches"
     return replace(scan, launches=launches, lists=heads, rows=spans * span, runs=spans, expected=expected)
 
 

@@ -132,7 +132,7 @@ def _config(name: str) -> Any:
 
     where = f"the config.json of {name} cannot be read"
     if not Path(name).is_dir():
-        where = f"{name} is neither a folder here nor a model that the hub gives"
+        where = f"{name} is neither a local folder nor a model that the hub returns"
     with in_a_sentence(where, name):
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
 

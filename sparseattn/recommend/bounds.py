@@ -9,9 +9,9 @@ from typing import Any
 
 # Measure -> (the name in records of agreement, what 1 % of it is).
 MEASURES = {
-    "kl": ("kl", "perplexity on what the model itself would write with full attention: exp(mean KL) - 1"),
-    "top": ("same_top", "share of tokens whose likeliest next token is another than full attention's"),
-    "nll": ("nll_difference", "perplexity of the text: exp(mean NLL - full attention's) - 1"),
+    "kl": ("kl", "growth of perplexity on what the model writes with full attention, exp(mean KL) - 1"),
+    "top": ("same_top", "share of tokens whose most likely next token differs from full attention's"),
+    "nll": ("nll_difference", "growth of the perplexity of the text, exp(mean difference of NLL) - 1"),
 }
 
 

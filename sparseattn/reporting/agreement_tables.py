@@ -67,8 +67,8 @@ def _table(place: tuple[str, str, int], records: Sequence[Record]) -> Table:
     out = Table(
         f"{settings['model']}, agreement with full attention: {title(place, records)}, the last "
         f"{records[0]['scored_tokens']} tokens of each; sink {settings['sink']}, window {settings['window']}, "
-        f"{settings['dense_layers']} dense layers. KL and NLL in nats a token, in brackets 95 % intervals over "
-        f"windows; rows read per query head of a sparse layer, and bytes of such a layer's",
+        f"{settings['dense_layers']} dense layers. KL and NLL are in nats per token, with 95 % intervals over windows "
+        "in brackets; rows (tokens) per query head and bytes are those that a sparse layer reads",
         [
             Column.text("method"),
             Column("budget"),
@@ -126,15 +126,15 @@ def _finding(records: Sequence[Record], texts: int) -> str:
     least = min(near or grid, key=(rows if near else worst).__getitem__)
     every = " on every text" if texts > 1 else ""
     if near:
-        finding = f"fewest rows within {NEAR} nats a token of full attention{every}: "
+        finding = f"fewest tokens read within {NEAR} nats per token of full attention{every}: "
     else:
-        finding = f"nothing measured stays within {NEAR} nats a token of full attention{every}; nearest: "
+        finding = f"no method stays within {NEAR} nats per token of full attention{every}. Closest: "
     finding += _facts(least, grid, worst, rows, texts)
     known = [row for row in near if not math.isnan(shares[row])]
     if known:
         cheapest = min(known, key=shares.__getitem__)
         which = "the same" if cheapest == least else in_words(cheapest)
-        finding += f" Fewest bytes: {which}, {shares[cheapest]:.0%} of a sparse layer's."
+        finding += f" Fewest bytes: {which}, {shares[cheapest]:.0%} of the cache of a sparse layer."
     farthest = max(grid, key=worst.__getitem__)
     if farthest != least:
         finding += f" Farthest: {_facts(farthest, grid, worst, rows, texts)}"
@@ -144,8 +144,8 @@ def _finding(records: Sequence[Record], texts: int) -> str:
 def _facts(
     row: Row, grid: Mapping[Row, Sequence[Record]], worst: Mapping[Row, float], rows: Mapping[Row, float], texts: int
 ) -> str:
-    most = " where it is largest" if texts > 1 else ""
+    most = " on the worst text" if texts > 1 else ""
     return (
-        f"{in_words(row)}, {rows[row]:,.0f} rows, {worst[row]:.3f} nats{most}, {mean_of(grid[row], 'same_top'):.0%} of "
-        f"the likeliest tokens the same."
+        f"{in_words(row)}, {rows[row]:,.0f} tokens, {worst[row]:.3f} nats{most}, top-1 agreement "
+        f"{mean_of(grid[row], 'same_top'):.0%}."
     )

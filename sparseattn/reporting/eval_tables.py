@@ -37,16 +37,16 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
     with_ruler = {column: _differs_from_ruler(of_column) for column, of_column in columns.items()}
     what = "score in %"
     if any(with_ruler.values()):
-        what += ", beside it RULER's string match, to which values that were not asked for cost nothing"
+        what += ", and beside it RULER's string match, which does not punish wrong values"
     heads = [Column.text("method"), Column("budget"), Column.of("rows"), Column("sparse steps", "{:,.0f}".format)]
     for (task, length), ruler in with_ruler.items():
         heads.append(Column.of("score", task if length is None else f"{task} {length}"))
         if ruler:
             heads.append(Column.of("ruler", "RULER"))
     out = Table(
-        f"{settings['model']}, protocol {protocol}: {what}, {count_prompts(records)} prompts; sink {settings['sink']}, "
-        f"window {settings['window']}, {settings['dense_layers']} dense layers; rows read per query head of a sparse "
-        f"layer",
+        f"{settings['model']}, protocol {protocol}: {what}, {count_prompts(records)} prompts; sink "
+        f"{settings['sink']}, window {settings['window']}, {settings['dense_layers']} dense layers; rows (tokens) are "
+        "those that a query head of a sparse layer reads",
         heads,
     )
     for row in rows_of(records):
@@ -122,11 +122,11 @@ def _verdict(protocol: str, records: Sequence[Record]) -> str:
     grid = {row: by(select(records, row), "task") for row in rows_of(records)}
     full = {task: mean_of(of_task, "score") for task, of_task in grid.pop(FULL_ROW, {}).items()}
     if not full:
-        return f"{protocol}: full attention was not asked, so that nothing tells how near to it others come."
+        return f"{protocol}: full attention was not measured, so nothing can be compared with it."
     levels = ", ".join(f"{task} {level:.0%}" for task, level in full.items())
     grid = {row: tasks for row, tasks in grid.items() if full.keys() <= tasks.keys()}
     if not grid:
-        return f"{protocol}: full attention has {levels}. Nothing else was asked every task."
+        return f"{protocol}: full attention has {levels}. No other method was measured on every task."
     lost = {row: max(full[task] - mean_of(tasks[task], "score") for task in full) for row, tasks in grid.items()}
     rows = {
         row: mean(record["rows"] for of_task in tasks.values() for record in of_task) for row, tasks in grid.items()
@@ -134,10 +134,10 @@ def _verdict(protocol: str, records: Sequence[Record]) -> str:
     near = [row for row in lost if lost[row] <= NEAR]
     best = min(near, key=rows.__getitem__) if near else min(lost, key=lost.__getitem__)
     loss = f"{100 * max(lost[best], 0.0):.1f} points"
-    facts = f"{in_words(best)}: {rows[best]:,.0f} rows, {loss} lost on the task that loses most."
+    facts = f"{in_words(best)}: {rows[best]:,.0f} tokens, {loss} lost on the worst task."
     bound = f"{100 * NEAR:.0f} points"
     if near:
-        lead = f"Fewest rows within {bound} of that on every task:"
+        lead = f"Fewest tokens read within {bound} of that on every task:"
     else:
-        lead = f"Nothing measured stays within {bound} of that on every task; nearest:"
+        lead = f"No method stays within {bound} of that on every task. Closest:"
     return f"{protocol}: full attention has {levels}. {lead} {facts}"

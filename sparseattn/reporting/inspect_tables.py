@@ -17,16 +17,17 @@ ROWS = (
     *("overlap@1", f"overlap@{BEFORE}", f"rows@{BEFORE}"),
 )
 ROWS_ARE = (
-    f"query, key: Mahalanobis distance from the keys beyond sink and window; ratio of the two. far: share of the "
-    f"attention on those. top k: % of it on the k best rows. last, last {BEFORE}: % of the {NEEDED} best rows that the "
-    f"token before needed, or one of {BEFORE} before; rows of {BEFORE}: different rows that these needed."
+    "query, key: Mahalanobis distance from the keys outside sink and window; ratio: the one by the other. far: share "
+    f"of the attention on these keys. top k: % of it on the k best tokens. last, last {BEFORE}: % of the {NEEDED} "
+    f"best tokens that the step before needed, or one of {BEFORE} steps before. rows of {BEFORE}: different tokens "
+    "that these needed."
 )
 BOUNDS = tuple(f"{name}@{page}" for page in PAGES for name in ("slack", "rank", "hits", "best_share", "bound_share"))
 BOUNDS_ARE = (
-    f"For pages of {PAGES[0]} and {PAGES[1]} rows. slack: bound less the page's largest logit, in standard deviations "
-    f"of the logits. rank: rank correlation of the two. hits: % of the {BEST} pages with the largest logits that the "
-    f"bound finds. best, bound: % of the attention beyond sink and window in {NEEDED} rows of pages, those with the "
-    f"largest logits and those that the bound names; the best {NEEDED} single rows hold top {NEEDED}."
+    f"For pages of {PAGES[0]} and {PAGES[1]} tokens. slack: the bound minus the page's largest logit, in standard "
+    f"deviations of the logits. rank: rank correlation of the two. hits: % of the {BEST} pages with the largest logits "
+    f"that the bound finds. best, bound: % of the attention outside sink and window on {NEEDED} tokens in whole pages: "
+    f"those with the largest logits, and those that the bound selects. top {NEEDED} is that of single tokens."
 )
 
 
@@ -38,7 +39,7 @@ def tables(found: Inspection, per_head: bool) -> list[Table]:
         f"{'' if per_head else '; mean over heads'}"
     )
     return [
-        _table(f"{found.trace}, rows: {where}", ROWS, ROWS_ARE, found, per_head),
+        _table(f"{found.trace}, tokens: {where}", ROWS, ROWS_ARE, found, per_head),
         _table(f"{found.trace}, pages: {where}", BOUNDS, BOUNDS_ARE, found, per_head),
     ]
 
@@ -67,11 +68,11 @@ def findings(found: Inspection) -> list[str]:
 def _distance(found: Inspection) -> str:
     ratio = found.mean("distance_ratio")
     if ratio > ALIKE:
-        what = "queries are not distributed as keys are"
+        what = "queries are distributed differently from keys"
     else:
-        what = "queries lie where keys lie"
+        what = "queries are distributed like keys"
     return (
-        f"distance: a query lies {ratio:.1f} times as far from the keys as another key does "
+        f"distance: a query is {ratio:.1f} times as far from the keys as another key is "
         f"({_by_layer(found, 'distance_ratio', lambda x: f'{x:.1f}')}): {what}."
     )
 
@@ -82,12 +83,12 @@ def _needed(found: Inspection) -> str:
     change = ""
     if settings["last"] > 1:
         change = (
-            f" From one token to the next {_percent(found.mean('overlap@1'))} of these rows stay; chance would leave "
-            f"{_percent(min(NEEDED / far, 1))}."
+            f" From one step to the next {_percent(found.mean('overlap@1'))} of these tokens stay the same, against "
+            f"{_percent(min(NEEDED / far, 1))} by chance."
         )
     return (
-        f"rows: {_percent(found.mean('far_mass'))} of the attention lies beyond sink and window "
-        f"({_by_layer(found, 'far_mass', _percent)}), and the best {min(NEEDED, far)} of {far:,} rows there hold "
+        f"tokens: {_percent(found.mean('far_mass'))} of the attention is outside sink and window "
+        f"({_by_layer(found, 'far_mass', _percent)}), and the best {min(NEEDED, far)} of {far:,} tokens there hold "
         f"{_percent(found.mean(top))} of that ({_by_layer(found, top, _percent)}).{change}"
     )
 
@@ -97,11 +98,12 @@ def _bounds(found: Inspection) -> str:
     count, hits, bound = NEEDED // page, f"hits@{page}", f"bound_share@{page}"
     rows, right, named = (found.mean(name) for name in (f"top_share@{NEEDED}", f"best_share@{page}", bound))
     return (
-        f"pages: of the attention beyond sink and window {NEEDED} single rows hold {_percent(rows)}, as many rows in "
-        f"the {count} pages with the largest logits {_percent(right)}, and in the {count} pages that Quest's bound "
-        f"names {_percent(named)} ({_by_layer(found, bound, _percent)}): scattered rows cost "
-        f"{100 * (rows - right):.0f} points, the bound {100 * (right - named):.0f} more. It finds "
-        f"{_percent(found.mean(hits))} of the {BEST} right pages ({_by_layer(found, hits, _percent)})."
+        f"pages: of the attention outside sink and window, {NEEDED} single tokens hold {_percent(rows)}, the {count} "
+        f"pages with the largest logits {_percent(right)}, and the {count} pages that Quest's bound selects "
+        f"{_percent(named)} ({_by_layer(found, bound, _percent)}). So reading whole pages costs "
+        f"{100 * (rows - right):.0f} points, and the bound {100 * (right - named):.0f} more. It finds "
+        f"{_percent(found.mean(hits))} of the {BEST} pages with the largest logits "
+        f"({_by_layer(found, hits, _percent)})."
     )
 
 

@@ -35,18 +35,18 @@ def compared(
 
 
 def condition(comparison: Comparison) -> str:
-    """Return what is equal, such as "324 rows attended, those of budget 256" or "10% of the cache's bytes"."""
+    """Return what is equal, such as "324 tokens attended (budget 256)" or "10% of the cache's bytes"."""
     if comparison.equal == "bytes":
         return f"{budget_label(comparison.at)} of the cache's bytes"
-    rows = "" if comparison.attended is None else f"{comparison.attended:.0f} rows attended, those of "
-    return f"{rows}budget {budget_label(comparison.at)}"
+    budget = f"budget {budget_label(comparison.at)}"
+    return budget if comparison.attended is None else f"{comparison.attended:.0f} tokens attended ({budget})"
 
 
 def overview(comparison: Comparison) -> Table:
     """Return a table of every method, that with the least output error first."""
     keys = ("attended", "bytes_share", "scanned_share", "recall@10", "recovered", "relative_error")
     out = Table(
-        f"{_where(comparison)}: every method, that with the least error first",
+        f"{_where(comparison)}: all methods, smallest error first",
         [
             Column.text("selector"),
             Column("budget", wrap=False),
@@ -61,12 +61,14 @@ def overview(comparison: Comparison) -> Table:
 def tables(comparison: Comparison) -> list[Table]:
     """Return recovered share and output error, a row a layer and a column a method, and how alike their heads are."""
     heads = (
-        f"of {comparison.count()} heads those missed (less than {MISSED:g} recovered), and the rank correlation "
-        f"(Spearman) of heads by what is recovered"
+        f"how many of {comparison.count()} heads a method misses (recovers less than {MISSED:g}), and the rank "
+        f"correlation (Spearman) of what two methods recover by head"
     )
     return [
         _by_layer(
-            comparison, f"{_where(comparison)}: share recovered of the weight on indexed rows, by layer", "recovered"
+            comparison,
+            f"{_where(comparison)}: share of the attention on indexed tokens that is recovered, by layer",
+            "recovered",
         ),
         _by_layer(comparison, f"{_where(comparison)}: output error %, by layer", "relative_error"),
         _heads(comparison, f"{_where(comparison)}: {heads}"),
@@ -137,8 +139,8 @@ def _missed(comparison: Comparison) -> str | None:
     i = labels.index(best)
     missed = int(both[i, i])
     others = [f"{label} {int(both[i, j])}" for j, label in enumerate(labels) if j != i]
-    rest = f"; of these miss too: {', '.join(others)}" if missed and others else ""
-    return f"{best} recovers less than {MISSED:.0%} at {missed} of {comparison.count()} heads{rest}."
+    rest = f". Of these heads, other methods miss: {', '.join(others)}" if missed and others else ""
+    return f"{best} recovers less than {MISSED:.0%} in {missed} of {comparison.count()} heads{rest}."
 
 
 def _won(comparison: Comparison) -> str | None:
@@ -148,8 +150,8 @@ def _won(comparison: Comparison) -> str | None:
     parts = []
     for label, count in sorted(comparison.wins().items(), key=lambda item: -item[1]):
         where = f" and in layers {', '.join(map(str, layers[label]))}" if label in layers else ""
-        parts += [f"{label} at {count}{where}"] if count or where else []
-    return f"Of the methods that do not score every key, heads where one recovers most: {'; '.join(parts)}."
+        parts += [f"{label} in {count}{where}"] if count or where else []
+    return f"Heads in which a method recovers most, of those that do not score every key: {'; '.join(parts)}."
 
 
 def _alike(comparison: Comparison) -> str | None:
@@ -163,7 +165,7 @@ def _alike(comparison: Comparison) -> str | None:
         return None
     low, high = (f"{value:.2f} ({names})" for value, names in (min(pairs), max(pairs)))
     span = low if len(pairs) == 1 else f"{low} to {high}"
-    return f"Methods rank the heads by what they recover alike to a correlation of {span}."
+    return f"The rank correlation between methods of what they recover by head is {span}."
 
 
 def _layers_of(winners: Mapping[int, str]) -> dict[str, list[int]]:

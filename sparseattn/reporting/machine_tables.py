@@ -18,7 +18,7 @@ def speeds(machine: Machine, dtype: str) -> Table:
             Column.text("launch"),
             Column("us", Format(1, 1e6)),
             Column("Gflop/s", Format(1, 1e-9), missing=""),
-            Column("ns an entry", Format(2, 1e9), missing=""),
+            Column("ns per entry", Format(2, 1e9), missing=""),
             Column.text("what"),
         ],
     )
@@ -35,12 +35,12 @@ def steps(machine: Machine, shape: Shape, rows: int, budget: str, costs: Mapping
     """
     seconds = {method: machine.seconds(cost) for method, cost in costs.items()}
     out = Table(
-        f"{_title(machine)}\npredicted attention of one layer, without the model's weights: {rows} rows, "
-        f"{shape.batch} x {shape.heads} KV heads, budget {budget}",
+        f"{_title(machine)}\nPredicted attention of one layer, without the model's weights: {rows:,} tokens, batch "
+        f"{shape.batch}, {shape.heads} KV heads, budget {budget}",
         [
             Column.text("method"),
             Column("predicted us", Format(1, 1e6)),
-            Column("times dense", Format(1)),
+            Column("speed-up", Format(1)),
             Column("MB", Format(2, 1e-6)),
             Column("launches"),
         ],
@@ -49,12 +49,12 @@ def steps(machine: Machine, shape: Shape, rows: int, budget: str, costs: Mapping
         times = seconds["dense"] / seconds[method]
         out.add(method, seconds[method], times, cost.bytes, cost.count)
     out.note = "\n".join(
-        f"{method} is predicted as if {cost.expected}" for method, cost in costs.items() if cost.expected
+        f"The prediction for {method} assumes that {cost.expected}." for method, cost in costs.items() if cost.expected
     )
     return out
 
 
 def _title(machine: Machine) -> str:
-    what = "predicted, by its data sheet" if machine.predicted else "measured"
+    what = "from its data sheet, not measured" if machine.predicted else "measured"
     memory = "" if machine.memory is None else f", {machine.memory / 1e9:.0f} GB"
-    return f"{machine.name}, {what}: {machine.bandwidth / 1e9:.0f} GB/s{memory}; {machine.source}"
+    return f"{machine.name}, {what}: {machine.bandwidth / 1e9:,.0f} GB/s{memory} ({machine.source})"

@@ -164,7 +164,7 @@ def finding(results: Sequence[Measured]) -> str | None:
     bare = next((pair for pair in pairs if pair[0] == WINDOW), None)
     if bare is None:
         return f"{sentence}."
-    return f"{sentence}; reading only the first and last rows, {read[bare]:.1%}, it is off by {off(bare)}."
+    return f"{sentence}. Reading only the first and the most recent tokens ({read[bare]:.1%}) is off by {off(bare)}."
 
 
 def _beats(other: Measured, one: Measured) -> bool:

@@ -86,8 +86,8 @@ def test_every_method_is_measured_or_its_reason_is_said(trace: Path, tmp_path: P
     assert repr(Quest(8)) in measured, "beside what is named"
     assert "learns from the queries of the prefill" in rows["left_out"]["retrieval"]
     assert "RoPE" in rows["left_out"]["saap"]
-    assert "small, 74 rows attended, those of budget 64: every method, that with the least error first" in text
-    assert "small, 60% of the cache's bytes: every method" in text
+    assert "small, 74 tokens attended (budget 64): all methods, smallest error first" in text
+    assert "small, 60% of the cache's bytes: all methods" in text
     reads = {one["label"]: one["mean"]["bytes_share"] for one in read["methods"]}
     for one in read["methods"]:
         mixed = len(one["budgets"]) == 2

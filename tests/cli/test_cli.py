@@ -36,7 +36,7 @@ from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.texts import TEXTS
 from sparseattn.traces.trace import Trace, TraceLayer
 
-INSTEAD = "smollm2 cannot be had here, so this takes the byte model's traces recall and text, "
+INSTEAD = "smollm2 cannot be fetched, so this run uses the byte model's traces recall and text, "
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
 
 
@@ -353,7 +353,7 @@ def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
     found = [*good, *elsewhere, made("window", 0.3, 0.01), unknown]
     assert replay_tables.finding(found) == (
         "In short: Dear() at budget 64 reads 40% of the cache's bytes, and the output of attention is off by 0.1 to "
-        "0.5% (mean over heads; on a, b); reading only the first and last rows, 1.0%, it is off by 30%."
+        "0.5% (mean over heads; on a, b). Reading only the first and the most recent tokens (1.0%) is off by 30%."
     )
     assert replay_tables.finding([made("Oracle()", 0.0, 0.6), made("Full()", 0.0, 1.4), unknown]) is None
 
@@ -479,7 +479,7 @@ def test_info_of_artefacts_indexes_and_other_files(trace: Path, tmp_path: Path) 
     save_file({"x": torch.zeros(3)}, tmp_path / "foreign.safetensors")
     (tmp_path / "text").write_text("hello world")
     for name, sentence in (
-        ("foreign.safetensors", "but no trace, artefact, calibration or index"),
+        ("foreign.safetensors", "but not a trace, trained index, calibration or saved index"),
         ("text", "not a safetensors file, so not a trace, an artefact or an index"),
         ("gone", "does not exist"),
     ):
@@ -550,7 +550,7 @@ def test_what_files_say_steers_no_terminal(tmp_path: Path) -> None:
     for arguments, expected in (
         (["bench", path, *SMALL, *quick], [f"{name}, layer {SHOWN}: full attention", SHOWN, f"{name}: last 4 of"]),
         (["recall", path, "--queries", "8", "--k", "20", *quick], [f"trace {name}, 288 keys"]),
-        (["inspect", path, *SMALL[2:], *quick[2:]], [f"{name}, layer {SHOWN}: full", f"{name}, rows: last 4"]),
+        (["inspect", path, *SMALL[2:], *quick[2:]], [f"{name}, layer {SHOWN}: full", f"{name}, tokens: last 4"]),
         (["info", path], [f"model {SHOWN}", f"attention_differs {SHOWN} {SHOWN}", f"{name}.safetensors"]),
         (["bench", path, *SMALL, *quick, "--sink", "-1"], ["sink"]),
         (["recall", path, "--k", "2000", *quick], [f"{name} has 300 tokens"]),
@@ -585,7 +585,7 @@ def test_a_progress_bar_shows_names_as_they_are() -> None:
         (["--layers", "9"], "not [9]"),
         (["--layers", "x"], "--layers takes integers"),
         (["--last", "0"], "last is 1 to"),
-        (["--far", "1.5"], "--far is a share of the attention, 0 to 1, got 1.5"),
+        (["--far", "1.5"], "--far is a share of the attention from 0 to 1, got 1.5"),
         (["--far", "1"], "no head of small has 1 of its attention on indexed rows"),
         (["--seal", "4", "--selector", "quest"], "at least the unit"),
         (["--sink", "-1"], "sink"),
@@ -708,7 +708,7 @@ def test_a_results_folder_that_cannot_be_written_is_named(
 
 def test_selectors_by_module_path_are_said_to_run_code() -> None:
     for command in ("bench", "recall", "eval"):
-        assert "package.module:Class is a class of your own, which runs the code of that module" in help_of(command)
+        assert "class of your own, package.module:Class, which runs the code of that module" in help_of(command)
 
 
 def test_capture_then_bench(tmp_path: Path) -> None:
@@ -812,7 +812,7 @@ def test_recall_and_eval_without_arguments_or_network_take_the_byte_model(offlin
     few = ["--task", "passkey", "--lengths", "300", "--depths", "1", "--samples", "1", "--selector", "window"]
     done = run("eval", *few, "--json", "--no-figures", "--out", tmp_path / "eval")
     assert done.exit_code == 0, done.output
-    assert "smollm2 cannot be had here, so this takes the byte model, reference, " in " ".join(done.stderr.split())
+    assert "smollm2 cannot be fetched, so this run uses the byte model, reference, " in " ".join(done.stderr.split())
     assert {json.loads(line)["settings"]["model"] for line in done.stdout.splitlines()} == {"reference"}
 
 
@@ -833,8 +833,8 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         (["--model", tmp_path, "--text", tmp_path / "gone.txt"], "gone.txt"),
         (["--model", tmp_path, "--text", text, "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--model", tmp_path, "--text", text, "--out", tmp_path / "no" / "x.safetensors"], "does not exist"),
-        (["--model", tmp_path, "--text", text, "--out", text], "--out is a .safetensors file to write"),
-        (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk is at least 1"),
+        (["--model", tmp_path, "--text", text, "--out", text], "--out must be a .safetensors file"),
+        (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk must be 1 or more"),
     ):
         done = run("capture", *arguments)
         assert done.exit_code == 2
@@ -857,7 +857,7 @@ def test_capture_knows_texts_by_name_and_files_of_such_names(tmp_path: Path, mon
     done = run(*one, "--text", "workshop", "--text", "apache-2.0", "--out", "two", "--with-text")
     assert "two/workshop.safetensors is a trace without its text" in " ".join(done.output.split())
     done = run(*one, "--text", "./worksop")
-    assert "./worksop is neither a file nor a text known by name (alice, " in " ".join(done.output.split())
+    assert "./worksop is neither a file nor one of the texts by name (alice, " in " ".join(done.output.split())
     assert "did you mean 'workshop'?" in run(*one, "--text", "worksop").output
 
 
@@ -869,7 +869,7 @@ def test_recall_prints_tables_sentences_and_writes_records_and_a_figure(tmp_path
     both = ("--selector", "flat", "--selector", "ivf")
     twice = run("recall", *FEW, "--out", out, *both, "--selector", "ivf:probes=9")
     assert twice.exit_code == 2
-    assert "ivf and ivf:probes=9 differ in probes alone" in " ".join(twice.output.split())
+    assert "ivf and ivf:probes=9 differ only in probes" in " ".join(twice.output.split())
     done = run("recall", *FEW, "--out", out, *both)
     assert done.exit_code == 0, done.output
     for title in ("gap 0.26, 1,500 keys, queries to keys", "gap 0.4, 1,500", "1,500 synthetic keys, keys to keys"):
@@ -1014,21 +1014,21 @@ def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, m
         (["--k", "0"], "k is 1 or more"),
         (["--k", "8", "--selector", "quest"], "less than one span"),
         (["--keys", "many"], "--keys takes integers"),
-        (["--keys", "0"], "--keys is 1 or more"),
+        (["--keys", "0"], "--keys must be 1 or more"),
         (["--gap", "wide"], "--gap takes numbers"),
         (["--gap", "nan"], "gap is a finite number"),
         (["--seed", "x"], "--seed takes integers"),
         (["--size", "7"], "size is even"),
         (["--spread", "2"], "spread is a share"),
-        (["--queries", "0"], "--queries is 1 or more"),
-        (["--values", "0"], "--values are 1 or more"),
+        (["--queries", "0"], "--queries must be 1 or more"),
+        (["--values", "0"], "--values must be 1 or more"),
         (["--values", "a"], "--values takes integers"),
         (["--sink", "-1"], "--sink 0 or more"),
         (["TRACE", "--queries", "290"], "there are 6 keys, fewer than --k 50"),
         (["TRACE", "--layers", "9"], "not [9]"),
         (["TRACE", "--tokens", "301"], "small has 300 tokens, its first 301 are not among them"),
         (["TRACE", "--tokens", "x"], "--tokens takes integers"),
-        (["--tokens", "100"], "--tokens cuts traces, and --keys alone measures none"),
+        (["--tokens", "100"], "--tokens shortens traces, and --keys alone measures none"),
         (["missing.safetensors"], "missing.safetensors is neither a file"),
         (["reccall"], "did you mean 'recall'"),
     ],
@@ -1049,12 +1049,12 @@ def test_recall_refuses_traces_that_hold_too_few_queries(tmp_path: Path) -> None
     synthetic(300, heads=1, size=16, clusters=8, queries=20).save(tmp_path / "end.safetensors")
     arguments = ["recall", tmp_path / "end.safetensors", "--k", "20", "--no-figures", "--out"]
     done = run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "21")
-    assert "holds the queries of its last 20 tokens, --queries asks for 21" in " ".join(done.output.split())
+    assert "has the queries of its last 20 tokens, fewer than --queries 21" in " ".join(done.output.split())
     done = run(*arguments, tmp_path / "out", "--selector", "tests.cases:Buckets", "--queries", "8")
     assert "learns from the queries of the indexed tokens" in " ".join(done.output.split())
     assert "Traceback" not in done.output
     done = run(*arguments, tmp_path / "end.safetensors", "--selector", "flat", "--queries", "8")
-    assert "--out is a folder" in " ".join(done.output.split())
+    assert "--out must be a folder" in " ".join(done.output.split())
     assert run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "20").exit_code == 0
 
 

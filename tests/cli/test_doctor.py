@@ -112,7 +112,7 @@ def test_settings_without_effect_are_named_and_end_in_status_1(folder: Path, wor
     done = run(f"doctor {words}", folder)
     assert done.exit_code == 1, done.output
     assert re.search(says, " ".join(done.output.split()))
-    assert "nothing is sparse at" in done.output
+    assert "no layer would skip a token at" in done.output
 
 
 def test_lines_as_json(folder: Path) -> None:

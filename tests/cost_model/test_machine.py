@@ -131,8 +131,8 @@ def test_the_command_predicts_and_says_so() -> None:
     assert "Datasheet" in told["source"]
     seconds = {step["selector"]: step["seconds"] for step in told["steps"]}
     assert seconds["quest"] < seconds["lowbit"] < seconds["dense"]
-    assert "predicted" in run("h100", *steps)
-    assert "predicted" in run("a100")
+    assert "Predicted" in run("h100", *steps)
+    assert "from its data sheet, not measured" in run("a100")
     assert json.loads(run("h200", "--json"))["predicted"] is True
 
 
@@ -142,12 +142,12 @@ def test_the_command_predicts_and_says_so() -> None:
         (["b100"], "a machine is one of"),
         (["--shape", "8,4"], "three numbers"),
         (["h100", "--dtype", "int8"], "'int8' is not one of 'float32'"),
-        (["--selector", "quest"], "name it"),
-        (["--batch", "8"], "--batch is for steps that are predicted: name their methods by --selector"),
-        (["h100", "--context", "9x"], "--context is for steps that are predicted"),
-        (["--dtype", "float32"], "--dtype is for what is shown"),
-        (["h100", "--selector", "quest", "--context", "128m"], "--context is rows such as 32768, 128k or 1M"),
-        (["h100", "--out", "x.json"], "leave one of them out"),
+        (["--selector", "quest"], "--selector needs the name of a machine"),
+        (["--batch", "8"], "--batch needs --selector or --model"),
+        (["h100", "--context", "9x"], "--context needs --selector or --model"),
+        (["--dtype", "float32"], "--dtype needs the name of a machine"),
+        (["h100", "--selector", "quest", "--context", "128m"], "--context takes a number of tokens such as"),
+        (["h100", "--out", "x.json"], "--out needs --model, or no machine name"),
         (["h100", "--selector", "quest", "--budget", "8"], "less than one span"),
         (["h100", "--selector", "retrieval"], "host memory"),
     ],

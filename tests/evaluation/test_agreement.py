@@ -163,7 +163,7 @@ def test_sets_of_layers_have_one_name(text: str, layers: tuple[int, ...] | None,
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "2-1", "1,,2", "1--2", "٣-", "0 1"])
 def test_what_names_no_layers_is_a_sentence(text: str) -> None:
-    with pytest.raises(ValueError, match="--sparse-layers takes layers and ranges of them"):
+    with pytest.raises(ValueError, match="--sparse-layers takes layers and ranges"):
         layer_set(text)
 
 
@@ -268,15 +268,15 @@ def test_the_closing_line_says_what_stays_near_for_the_fewest_rows_and_bytes() -
         *made("window", None, 68, 0.4, 0.4, same_top=0.5),
     ]
     assert report.verdicts(records) == [
-        "agreement at 4,096 tokens (t; 2 windows): fewest rows within 0.02 nats a token of full attention: exact at "
-        "budget 64, 132 rows, 0.016 nats, 90% of the likeliest tokens the same. Fewest bytes: quest at budget 1024, "
-        "27% of a sparse layer's. Farthest: window, 68 rows, 0.400 nats, 50% of the likeliest tokens the same."
+        "agreement at 4,096 tokens (t; 2 windows): fewest tokens read within 0.02 nats per token of full attention: "
+        "exact at budget 64, 132 tokens, 0.016 nats, top-1 agreement 90%. Fewest bytes: quest at budget 1024, 27% of "
+        "the cache of a sparse layer. Farthest: window, 68 tokens, 0.400 nats, top-1 agreement 50%."
     ]
     other = [{**one, "text": "u", "prompt": "q", "kl": 2 * one["kl"]} for one in records]
     (line,) = report.verdicts([*records, *other])
     assert line.startswith(
-        "agreement at 4,096 tokens (t, u; 3 windows): nothing measured stays within 0.02 nats a token of full "
-        "attention on every text; nearest: quest at budget 1024, 1,092 rows, 0.030 nats where it is largest, "
+        "agreement at 4,096 tokens (t, u; 3 windows): no method stays within 0.02 nats per token of full "
+        "attention on every text. Closest: quest at budget 1024, 1,092 tokens, 0.030 nats on the worst text, "
     )
     unknown = [{**one, "bytes_share": None} for one in records]
     assert "bytes" not in report.verdicts(unknown)[0]
@@ -316,5 +316,5 @@ def test_a_perplexity_beyond_all_numbers_is_infinite(tmp_path: Path) -> None:
 
 
 def test_layers_that_no_model_has_are_refused_before_they_are_counted() -> None:
-    with pytest.raises(ValueError, match=r"--sparse-layers are numbers up to 9999, got '0-9999999999'"):
+    with pytest.raises(ValueError, match=r"--sparse-layers must be numbers up to 9999, got '0-9999999999'"):
         layer_set("0-9999999999")

@@ -215,12 +215,12 @@ def test_inspect_prints_tables_and_findings_and_writes_records_and_figures(
             assert len(one["heads"][name]) == 6
             assert one["mean"][name] == pytest.approx(found.mean(name, one["layer"]))
     text = " ".join(done.stdout.split())
-    for what in ("rows", "pages"):
+    for what in ("tokens", "pages"):
         assert f"small, {what}: last 12 of 700 tokens, sink 2, window 6; mean over heads" in text
     ratio = found.mean("distance_ratio")
-    assert f"small, distance: a query lies {ratio:.1f} times as far from the keys as another key does" in text
-    assert f"{found.mean('far_mass'):.0%} of the attention lies beyond sink and window" in text
-    assert f"pages that Quest's bound names {found.mean('bound_share@16'):.0%} (layer" in text
+    assert f"small, distance: a query is {ratio:.1f} times as far from the keys as another key is" in text
+    assert f"{found.mean('far_mass'):.0%} of the attention is outside sink and window" in text
+    assert f"pages that Quest's bound selects {found.mean('bound_share@16'):.0%} (layer" in text
 
 
 def test_per_head_lists_every_head_and_json_is_the_records(trace: Trace, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_per_head_lists_every_head_and_json_is_the_records(trace: Trace, tmp_pat
     assert rows == 2 * [[str(layer), str(head)] for layer in (0, 1) for head in range(6)]
     printed = run("inspect", tmp_path / "small.safetensors", *SMALL, "--out", tmp_path, "--json", "--no-figures")
     assert printed.stdout == (tmp_path / "inspect.jsonl").read_text()
-    assert "a query lies" in printed.stderr
+    assert "a query is" in printed.stderr
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_equal_rows_are_those_attended_and_not_the_budget() -> None:
     assert one.readings["Few"].budgets == (32, 64)
     assert one.readings["Few"].heads("recovered").flatten().tolist() == pytest.approx([0.5, 0.7, 0.6, 0.95])
     assert one.left_out == {"Many": "attends 45 rows at least"}
-    assert layer_tables.condition(one) == "42 rows attended, those of budget 32"
+    assert layer_tables.condition(one) == "42 tokens attended (budget 32)"
     with pytest.raises(NothingToCompare, match="no method attends 26 rows or fewer: Many attends 45 rows at least"):
         at_rows(found[-1:], 16)
 
@@ -133,12 +133,12 @@ def test_heads_that_were_left_out_count_nowhere() -> None:
 
 def test_sentences_say_who_fails_where() -> None:
     said = " ".join(layer_tables.sentences(at_rows(RESULTS, 32)))
-    assert "42 rows attended, those of budget 32: A recovers less than 50% at 2 of 4 heads" in said
-    assert "at 2 of 4 heads; of these miss too: Oracle 0, B 1," in said
-    assert "heads where one recovers most: A at 2 and in layers 7; Silent at 2 and in layers 3; B at 1." in said
+    assert "42 tokens attended (budget 32): A recovers less than 50% in 2 of 4 heads" in said
+    assert "in 2 of 4 heads. Of these heads, other methods miss: Oracle 0, B 1," in said
+    assert "those that do not score every key: A in 2 and in layers 7; Silent in 2 and in layers 3; B in 1." in said
     near = [measured("Near", 32, 0.5, [[0.9, 0.9], [0.9, 0.9]], scanned=0.4), *RESULTS]
     said = " ".join(layer_tables.sentences(at_rows(near, 32)))
-    assert "A recovers less than 50% at 2 of 4 heads; of these miss too: Near 0, Oracle 0, B 1," in said
+    assert "in 2 of 4 heads. Of these heads, other methods miss: Near 0, Oracle 0, B 1," in said
     said = " ".join(layer_tables.left_out(at_bytes(RESULTS, 0.15), {}))
     assert "15% of the cache's bytes: Oracle reads 60.0% at least." in said
 
@@ -170,9 +170,7 @@ def test_bench_by_layer_is_what_the_library_measures(
     done = run(trace, tmp_path, *METHODS, "--by-layer", "--rows", "32", "--bytes", "20%")
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
-    assert (
-        "small, 42 rows attended, those of budget 32: share recovered of the weight on indexed rows, by layer" in text
-    )
+    assert "small, 42 tokens attended (budget 32): share of the attention on indexed tokens that is recovered" in text
     assert "small, 20% of the cache's bytes: exact reads 6" in text
     assert "16+32" in text
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -401,31 +401,34 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--task", "passkeys"], "--task takes names from passkey, multikey, kv, variables, words, agreement"),
-        (["--protocol", "both"], "--protocol takes names from question, prefill, separated by commas, got 'both'"),
-        (["--task", "agreement"], "--task agreement and --text go together"),
-        (["--text", "x.txt"], "--task agreement and --text go together"),
-        (["--task", "agreement", "--text", "none.txt"], "none.txt is neither a file nor a text known by name (alice, "),
-        (["--task", "agreement", "--text", "apache-2.0", "--last", "600"], "does not hold --last 600 and 2 before"),
-        (["--sparse-layers", "1-0"], '--sparse-layers takes layers and ranges of them separated by commas, such as "'),
+        (["--task", "passkeys"], "--task takes one or more of passkey, multikey, kv, variables, words, agreement"),
+        (["--protocol", "both"], "--protocol takes one or more of question, prefill, separated by commas, got 'both'"),
+        (["--task", "agreement"], "--task agreement needs --text, and only that task takes it"),
+        (["--text", "x.txt"], "--task agreement needs --text, and only that task takes it"),
+        (["--task", "agreement", "--text", "none.txt"], "none.txt is neither a file nor one of the texts by name ("),
+        (
+            ["--task", "agreement", "--text", "apache-2.0", "--last", "600"],
+            "is too short for --last 600 and the 2 tokens before",
+        ),
+        (["--sparse-layers", "1-0"], '--sparse-layers takes layers and ranges separated by commas, such as "'),
         (["--sparse-layers", "1-"], "or all, got '1-'"),
         (["--sparse-layers", "1,2"], "--sparse-layers names layers of 0, 1, which attend to the whole context and are"),
         (["--dense-layers", "1", "--sparse-layers", "0"], "names layers of 1, which attend to the whole context and"),
-        (["--scoring", "rouge"], "--scoring is one of all, part, exact, f1, got 'rouge'"),
+        (["--scoring", "rouge"], "--scoring must be one of all, part, exact, f1, got 'rouge'"),
         (["--dtype", "int8"], "'int8' is not one of 'float32'"),
-        (["--samples", "0"], "--samples is 1 or more, got 0"),
-        (["--lengths", "0"], "--lengths is 1 or more, got 0"),
+        (["--samples", "0"], "--samples must be 1 or more, got 0"),
+        (["--lengths", "0"], "--lengths must be 1 or more, got 0"),
         (["--lengths", "many"], "--lengths takes integers separated by commas, got 'many'"),
         (["--lengths", "100"], "a passkey prompt with seed 0 has at least"),
         (["--lengths", "560,1010"], "has 1024 positions, --lengths 1010 with an answer of 22 tokens takes 1032"),
-        (["--seal", "0"], "--seal is 1 or more, got 0"),
+        (["--seal", "0"], "--seal must be 1 or more, got 0"),
         (["--selector", "infllm", "--seal", "64"], "seal is at least the unit of infllm:"),
         (["--depths", "2"], "a depth lies between 0 (first) and 1 (last), got 2"),
         (["--dense-layers", "2"], "the model has 2 layers: of them 0 to 1 may be dense, got 2"),
         (["--selector", "quests"], "no selector is called 'quests'"),
         (["--budget", "8"], "a budget of 8 rows is less than one span"),
         (["--prompts", "none.jsonl"], "cannot use none.jsonl: No such file or directory"),
-        (["--filler", "none.txt"], "none.txt is neither a file nor a text known by name (alice, "),
+        (["--filler", "none.txt"], "none.txt is neither a file nor one of the texts by name (alice, "),
         (["--model", "./none"], "no such model folder: ./none"),
         (["--model", "reference", "--device", "nowhere"], "nowhere is not a torch device"),
     ],
@@ -461,13 +464,13 @@ def test_prompts_too_long_for_the_model_are_refused_or_cut(folder: Path, tmp_pat
     ("given", "sentence"),
     [
         ([], "with its answer takes 1778; --max-length 1024 cuts the middle out of its context"),
-        (["--max-length", "1025"], "--max-length is at most the model's 1024 positions, got 1025"),
+        (["--max-length", "1025"], "--max-length must not exceed the model's 1024 tokens, got 1025"),
         (
             ["--max-length", "50"],
             "a prompt of own (file own.jsonl, line 1) has 14 tokens of a question and 64 of an answer: --max-length is "
             "80 or more, got 50",
         ),
-        (["--max-length", "0"], "--max-length is 1 or more, got 0"),
+        (["--max-length", "0"], "--max-length must be 1 or more, got 0"),
     ],
 )
 def test_a_length_that_does_not_fit_names_its_option(
@@ -631,15 +634,15 @@ def test_the_closing_line_names_the_fewest_rows_near_full_attention_on_every_tas
         *(made("window", None, 68, 0.0, task=task) for task in ("kv", "kv", "passkey")),
     ]
     assert report.verdicts(records) == [
-        "question: full attention has kv 75%, passkey 100%. Fewest rows within 2 points of that on every task: "
-        "quest at budget 256: 300 rows, 1.0 points lost on the task that loses most."
+        "question: full attention has kv 75%, passkey 100%. Fewest tokens read within 2 points of that on every task: "
+        "quest at budget 256: 300 tokens, 1.0 points lost on the worst task."
     ]
     few = [
         one for one in records if (one["method"], one["budget"]) in ((FULL, None), ("quest", "64"), ("window", None))
     ]
     assert report.verdicts(few) == [
-        "question: full attention has kv 75%, passkey 100%. Nothing measured stays within 2 points of that on every "
-        "task; nearest: quest at budget 64: 100 rows, 10.0 points lost on the task that loses most."
+        "question: full attention has kv 75%, passkey 100%. No method stays within 2 points of that on every "
+        "task. Closest: quest at budget 64: 100 tokens, 10.0 points lost on the worst task."
     ]
 
 
@@ -716,9 +719,9 @@ def test_figures_of_methods_without_budgets_and_of_many_panels(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--protocol", "prefill"], "--protocol cannot be had of --engine vllm"),
-        (["--task", "agreement", "--text", "alice"], "needs a model's inside|--text cannot be had of --engine vllm"),
-        (["--budget", "5%"], "with --engine vllm a --budget is rows, got 5%"),
+        (["--protocol", "prefill"], "--engine vllm cannot run --protocol"),
+        (["--task", "agreement", "--text", "alice"], "--engine vllm cannot run (--task agreement|--text)"),
+        (["--budget", "5%"], "--engine vllm needs a --budget in tokens, such as 1024, got 5%"),
         (["--selector", "exact", "--budget", "64"], "has another kind of index"),
         (["--endpoint", "http://127.0.0.1:1"], "give one of the two"),
     ],

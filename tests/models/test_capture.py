@@ -861,9 +861,9 @@ def test_several_texts_are_refused_before_a_model_runs(tmp_path: Path) -> None:
     for texts, target, sentence in (
         (["one", "void.txt"], out, "void.txt: the text is empty"),
         (["one", "two"], out, "would both be"),
-        (["none"], out, "holds no text file"),
-        (["one"], tmp_path / "t.safetensors", "--out is a folder for the traces of several texts"),
-        (["one"], tmp_path / "void.txt", "--out is a folder"),
+        (["none"], out, "contains no text file"),
+        (["one"], tmp_path / "t.safetensors", "several texts need a folder as --out"),
+        (["one"], tmp_path / "void.txt", "--out must be a folder"),
         (["one", "gone.txt"], out, "gone.txt"),
     ):
         arguments = ["capture", "--model", str(tmp_path / "model"), "--out", str(target), "--device", "cpu"]

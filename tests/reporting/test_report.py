@@ -299,9 +299,9 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:
         ((tmp_path / "none",), f"there is no folder {tmp_path / 'none'}"),
         ((bench / "bench.jsonl",), f"bench.jsonl is a file; name the folder that a command wrote, such as {bench}"),
         ((bench, bench), "is named twice"),
-        ((bench, "--out", tmp_path / "r.txt"), "--out is an .html file to write"),
-        ((bench, "--out", tmp_path / "none" / "r.html"), "--out is in a folder that does not exist"),
-        ((bench, "--selector", "quest"), "--selector says whose rows are shown of a --trace, and none is named"),
+        ((bench, "--out", tmp_path / "r.txt"), "--out must be an .html file"),
+        ((bench, "--out", tmp_path / "none" / "r.html"), "the folder of --out does not exist"),
+        ((bench, "--selector", "quest"), "--selector needs a --trace, on which it is shown"),
         ((bench, "--trace", "nowhere"), "nowhere is neither a file nor a built-in trace"),
     ):
         done = run("report", *arguments)

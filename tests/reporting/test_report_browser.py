@@ -12,6 +12,9 @@ import torch
 from sparseattn.cli.report import write_report
 from sparseattn.cli.report_options import Explored
 from sparseattn.evaluation.token_explorer import explore
+from sparseattn.reporting.html import html
+from sparseattn.reporting.html.views import Section
+from sparseattn.reporting.table import Column, Table
 from tests import report_records as records
 from tests.chromium import NEEDS_CHROMIUM, WIDTHS, empty_pages, started
 
@@ -179,6 +182,26 @@ def test_tables_are_sorted_and_filtered(opened: Callable[..., Any]) -> None:
     view.locator("input").fill("quest 64")
     assert view.locator("tbody tr").count() == 1
     assert view.locator(".count").inner_text() == "1 of 5 rows"
+    assert not view.locator(".rest").is_visible(), "five rows are shown whole"
+
+
+@WIDTHS
+def test_a_long_table_shows_a_screenful_until_all_is_asked_for(width: int, browser: Any, tmp_path: Path) -> None:
+    rows = [[f"trace {number}", number] for number in range(40)]
+    table = Table("Every measurement", [Column.text("trace"), Column("rows")], rows)
+    (tmp_path / "long.html").write_text(html.written("Long", [Section("long", "Long", [], [table])], "foot"))
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto((tmp_path / "long.html").as_uri())
+    page.wait_for_selector("html[data-ready=yes]")
+    assert page.locator("tbody tr").count() == 15
+    page.locator("input[type=search]").fill("trace 3")  # 3, 13, 23 and 30 to 39
+    assert page.locator("tbody tr").count() == 13
+    assert not page.locator(".rest").is_visible()
+    page.locator("input[type=search]").fill("")
+    page.get_by_role("button", name="Show all 40 rows").click()
+    assert page.locator("tbody tr").count() == 40
+    assert not page.locator(".rest").is_visible()
+    page.close()
 
 
 @WIDTHS
@@ -257,7 +280,7 @@ def test_a_trace_without_text_shows_the_numbers_of_rows(browser: Any, tmp_path: 
     page = browser.new_page()
     page.goto(write_report([], tmp_path / "bare.html", explored=shown).as_uri())
     page.wait_for_selector("figure.explorer[data-ready=yes]")
-    assert "This trace holds no text" in page.locator("#explorer").inner_text()
+    assert "This trace has no text" in page.locator("#explorer").inner_text()
     assert page.locator("#explorer .asks").inner_text().split() == ["316", "317", "318", "319"]
     page.close()
 

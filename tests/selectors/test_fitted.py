@@ -128,11 +128,11 @@ def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("--method mas", "--method is one of loki, doublesparsity, kascade, mass, got 'mas'"),
-        ("--method loki --selector quest", "--selector is for --method mass"),
-        ("--method mass --selector quest --device cpu", "--device is not for --method mass"),
-        ("--method mass --selector quest --before-rope", "--before-rope is not for --method mass"),
-        ("--method loki --window 9", "--sink, --window and --last are for --method mass"),
+        ("--method mas", "--method must be one of loki, doublesparsity, kascade, mass, got 'mas'"),
+        ("--method loki --selector quest", "--method mass needs --selector, and no other method takes it"),
+        ("--method mass --selector quest --device cpu", "--method mass takes no --device"),
+        ("--method mass --selector quest --before-rope", "--method mass takes no --before-rope"),
+        ("--method loki --window 9", "only --method mass takes --sink, --window and --last"),
     ],
 )
 def test_options_of_another_method_are_refused(given: str, sentence: str, tmp_path: Path) -> None:

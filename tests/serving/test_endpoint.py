@@ -636,12 +636,15 @@ def test_the_key_comes_from_the_environment_and_is_in_no_record(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--budget", "64", "--sink", "4"], "by its own attention: --budget, --sink cannot be had of --endpoint"),
-        (["--selector", "quest"], "--selector cannot be had of --endpoint; start a server for each method"),
-        (["--protocol", "question"], "--protocol cannot be had of --endpoint"),
-        (["--task", "agreement"], "--task agreement cannot be had of --endpoint"),
-        (["--concurrency", "0"], "--concurrency is 1 or more, got 0"),
-        (["--endpoint", "dense=http://127.0.0.1:2"], "two endpoints are called dense: http://127.0.0.1:1/v1 and http:"),
+        (["--budget", "64", "--sink", "4"], "--endpoint cannot run --budget, --sink: a server reads whole prompts"),
+        (
+            ["--selector", "quest"],
+            "--endpoint cannot run --selector: a server reads whole prompts with its own attention; start one",
+        ),
+        (["--protocol", "question"], "--endpoint cannot run --protocol"),
+        (["--task", "agreement"], "--endpoint cannot run --task agreement"),
+        (["--concurrency", "0"], "--concurrency must be 1 or more, got 0"),
+        (["--endpoint", "dense=http://127.0.0.1:2"], "two endpoints have the name dense: http://127.0.0.1:1/v1"),
         (
             ["--endpoint", "localhost:8000"],
             "--endpoint is NAME=URL or URL, such as dense=http://127.0.0.1:8000/v1, got",
@@ -660,7 +663,7 @@ def test_what_cannot_be_asked_is_a_sentence(tmp_path: Path, options: list[str], 
 def test_concurrency_is_of_servers(tmp_path: Path) -> None:
     done = run("--concurrency", "2", "--lengths", "560", "--out", tmp_path / "out")
     assert done.exit_code == 2
-    assert "--concurrency is of servers and of vLLM: name a server with --endpoint" in said(done)
+    assert "--concurrency needs --endpoint or --engine vllm" in said(done)
 
 
 def test_what_servers_do_not_have_is_a_sentence(serve: Callable[..., Server], tmp_path: Path) -> None:

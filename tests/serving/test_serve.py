@@ -131,7 +131,7 @@ def test_it_becomes_vllm_with_the_settings_of_the_plugin(
     assert environment["ELSE"] == "kept"
     assert "SPARSEATTN_VLLM" not in environment, "the command line says it"
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment, "vLLM would heed it before --kv-cache-gib"
-    assert f"http://127.0.0.1:{port}/v1 with quest:page=16: 512 rows" in done.stderr
+    assert f"http://127.0.0.1:{port}/v1 with quest:page=16: 512 tokens" in done.stderr
 
 
 def test_serve_takes_the_method_that_is_faster_than_stock_on_every_processor(
@@ -167,7 +167,8 @@ def test_serve_takes_a_plan(
     settings = json.loads(told(command)["--additional-config"])["sparseattn"]
     assert parse(settings) == Settings.of_plan(Plan.load(plan))
     assert "with a plan of 4 layers; sink 4 and window 64" in done.stderr
-    assert "give --plan, or --budget, --selector" in refusal(monkeypatch, *given, "--selector", "quest", "--budget", 64)
+    said = refusal(monkeypatch, *given, "--selector", "quest", "--budget", 64)
+    assert "leave out --plan, or --budget, --selector" in said
     Plan(served, "mine", model={"name": "some", "fingerprint": "0"}).save(plan)
     assert "plan mine was made for the weights of some" in refusal(monkeypatch, *given)
 
@@ -208,7 +209,7 @@ def test_on_a_gpu_vllm_is_told_of_the_attention_that_the_plugin_brings(
     monkeypatch.syspath_prepend(str(tmp_path / "cuda"))
     done, command, _ = serve(monkeypatch, model, "--port", port)
     assert told(command)["--attention-backend"] == "CUSTOM"
-    assert "on no GPU yet" in done.stderr
+    assert "never on a GPU" in done.stderr
     _, command, _ = serve(monkeypatch, model, "--port", port, "--selector", "none")
     assert "--attention-backend" not in command
 
@@ -292,7 +293,7 @@ def test_a_key_reaches_vllm_by_the_environment_alone(
     assert "s3cret" not in " ".join(command)
     assert environment["VLLM_API_KEY"] == "s3cret"
     assert told(command)["--api-server-count"] == "1"
-    assert "vLLM gets it by VLLM_API_KEY: set that in the environment" in " ".join(done.stderr.split())
+    assert "set it in the environment as VLLM_API_KEY" in " ".join(done.stderr.split())
     assert "s3cret" not in done.stderr
     done, _, environment = serve(monkeypatch, model, "--port", port)
     assert environment["VLLM_API_KEY"] == "another"
@@ -308,11 +309,11 @@ def test_a_key_reaches_vllm_by_the_environment_alone(
         (["--selector", "retrieval"], "has another kind of index"),
         (["--budget", "3"], "budget is at least"),
         (["--window", "0"], "window is a whole number from 1 to 1e+15, got 0"),
-        (["--dtype", "int8"], "--dtype is one of auto, float32, float16, bfloat16, got 'int8'"),
-        (["--kv-cache-gib", "0"], "--kv-cache-gib is GiB above 0, got 0.0"),
-        (["--port", "0"], "--port is 1 or more, got 0"),
+        (["--dtype", "int8"], "--dtype must be one of auto, float32, float16, bfloat16, got 'int8'"),
+        (["--kv-cache-gib", "0"], "--kv-cache-gib must be above 0, got 0.0"),
+        (["--port", "0"], "--port must be 1 or more, got 0"),
         (["--port", "70000"], "nothing can listen at --host 127.0.0.1 --port 70000"),
-        (["--drain", "-1"], "--drain is 0 or more, got -1"),
+        (["--drain", "-1"], "--drain must be 0 or more, got -1"),
         (["more"], "one MODEL is served, and arguments of vLLM begin with -, got 'more'"),
         (["--", "--max_model_len=9"], "--max_model_len=9 cannot stand behind --"),
         (["--", "--seed", "1", "--additional-config.a", "1"], "by --selector and its settings"),

@@ -720,7 +720,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert Artefact.load(out).layers.keys() == {1}
     for options, sentence in (
         (("--dtype", "int8"), "'int8' is not one of 'float32'"),
-        (("--save-every", "0"), "--save-every is at least 1, got 0"),
+        (("--save-every", "0"), "--save-every must be 1 or more, got 0"),
         (("--shares", "a"), "--shares takes numbers separated by commas, got 'a'"),
         (("--device", "nowhere"), "device nowhere is not a torch device"),
         (("--layers", "9"), "holds layers 0, 1, not 9"),

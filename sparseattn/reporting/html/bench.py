@@ -115,7 +115,7 @@ def _frontier(records: Sequence[Record]) -> Lines:
     ]
     note = (
         f"One point per budget: the mean over layers and heads for the last {one['last']} tokens. Every method also "
-        f"reads the first {one['sink']} and the last {one['window']} rows, which are counted."
+        f"reads the first {one['sink']} and the last {one['window']} tokens, which are counted."
     )
     return Lines("Quality and cost", "trace", COST, QUALITY, points, note)
 

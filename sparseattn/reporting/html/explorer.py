@@ -47,7 +47,7 @@ def section(number: int, explored: Exploration, pieces: Sequence[str] | None, mo
         "start": _start(explored),
     }
     note = (
-        f"Weights are kept in 8 bits, to about 3 %; a weight below {10**-DECADES:.3%} counts as 0. The rows that a "
+        f"Weights are kept in 8 bits, to about 3 %; a weight below {10**-DECADES:.3%} counts as 0. The tokens that a "
         f"head needs are the fewest that hold {SHARE:.0%} of its attention."
     )
     name = "explorer" if number == 0 else f"explorer-{number + 1}"
@@ -66,7 +66,7 @@ def _text(bytes_of: Tensor) -> str:
 def _needs(explored: Exploration) -> Heat:
     """Return the rows needed by each head, and how far it looks, on average over the tokens."""
     measures = (
-        axis("needed", label=f"fewest rows that hold {SHARE:.0%} of the attention", log=True),
+        axis("needed", label=f"fewest tokens that hold {SHARE:.0%} of the attention", log=True),
         axis("indexed_mass", better=""),
     )
     far = explored.readings[0].measured["indexed_mass"]
@@ -110,6 +110,6 @@ def _finding(explored: Exploration) -> str:
     low, middle, high = (round(float(needed.quantile(q))) for q in (0.1, 0.5, 0.9))
     return (
         f"In the last {len(explored.tokens)} tokens of {explored.trace}, the median head puts {SHARE:.0%} of its "
-        f"attention on {middle:,} rows (80% of heads: {low:,} to {high:,}). With a budget of "
+        f"attention on {middle:,} tokens (80% of heads: {low:,} to {high:,}). With a budget of "
         f"{budget_label(explored.budget)}, {captured} on average."
     )

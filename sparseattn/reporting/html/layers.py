@@ -67,7 +67,7 @@ def section(records: Sequence[Record]) -> Section:
 def _condition(one: Record) -> str:
     if one["equal"] == "bytes":
         return typeset(f"equal bytes ({budget_label(one['at'])} of the cache)")
-    return f"equal rows (those of budget {budget_label(one['at'])})"
+    return f"equal tokens (those of budget {budget_label(one['at'])})"
 
 
 def _best(one: Record) -> str:

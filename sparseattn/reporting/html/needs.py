@@ -79,8 +79,8 @@ def section(records: Sequence[Record]) -> Section:
     ]
     one = records[0]
     note = (
-        f"Rows are layers, columns are query heads; each cell is the mean over the last {one['last']} tokens. Far rows "
-        f"are all but the first {one['sink']} and the last {one['window']}."
+        f"Rows are layers, columns are query heads; each cell is the mean over the last {one['last']} tokens. Far "
+        f"tokens are all but the first {one['sink']} and the last {one['window']}."
     )
     measures = [axis(name, log=name == "needed") for name in names]
     view = Heat("Needs by layer and head", "query head", "layer", ("trace",), measures, panels, note=note)

@@ -73,7 +73,7 @@ class Exact(ReadsKeys, EstimatesMass, Selector):
         """Of a step that chooses."""
         scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
         scoring = products(query, sealed, query.shape[3], scan.read)
-        expected = "" if self.refresh == 1 else "every step chooses"
+        expected = "" if self.refresh == 1 else "every step chooses again"
         group = "max" if self.group == LAYER else self.group
         return self.ranked(query, scan, [scoring], (sealed, min(budget, sealed)), group=group, expected=expected)
 

@@ -318,7 +318,7 @@ class Partitioned(Selector):
             Launch("operator", count=self.operators),
         )
         runs = min(rows, probes * rows / max(sealed * probes / buckets, 1))
-        expected = "buckets hold as many rows each, in one segment"
+        expected = "all buckets hold equally many tokens, each in one segment"
         read = ranking.read + edges
         return Scan(ranking.scanned, read, launches, lists, rows, runs, expected=expected)
 

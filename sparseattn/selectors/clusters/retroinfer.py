@@ -127,7 +127,7 @@ class RetroInfer(HasTail, Selector):
         scan = Scan(clusters, (clusters - tail) * mean_bytes + 8 * clusters)
         ranking = products(query, clusters, size, 2.0 * clusters * size)
         best_few = clusters, -(-rows // self.cluster)
-        expected = "clusters hold as many rows each"
+        expected = "all clusters hold equally many tokens"
         scan = self.ranked(query, scan, [ranking], best_few, group=self.group, expected=expected)
         return replace(scan, rows=rows, tail=tail)
 

@@ -189,7 +189,7 @@ class FreeKV(Wrapper):
         scan = self.inner.full_scan(query, sealed, budget)
         if scan is None:
             return None
-        expected = both(scan.expected, "every head chooses anew")
+        expected = both(scan.expected, "every head chooses again in this step")
         return replace(scan, launches=(*scan.launches, Launch("operator", count=self.operators)), expected=expected)
 
     def _anew(self, query: Tensor, budget: int) -> Tensor:

@@ -194,7 +194,7 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
             read = scan.read + (groups - tail) * mean_bytes
             scan = replace(scan, scanned=scan.scanned + groups, read=read, launches=(*scan.launches, ranking, sort))
         launches = (*scan.launches, Launch("operator", count=self.operators))
-        expected = both(scan.expected, "no group that stands in is read whole")
+        expected = both(scan.expected, "no group that the tail stands for is read in full")
         return replace(scan, launches=launches, tail=tail, expected=expected)
 
     def _groups(self, query: Tensor, sealed: int) -> int:

@@ -92,7 +92,7 @@ class TopP(TwoStage):
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         """As if the budget were read: what is read follows p."""
         scan = super().scan(query, sealed, budget)
-        return scan and dataclasses.replace(scan, expected=both(scan.expected, "all of the budget is read"))
+        return scan and dataclasses.replace(scan, expected=both(scan.expected, "the whole budget is read"))
 
     def _pruned(self, logits: Tensor, listed: Tensor, page: int, budget: int) -> Tensor:
         """`[B,Hs,S]` int32: of proposed rows with `logits` `[B,H,G,P*page]` those that hold p, -1 in other places."""

@@ -180,7 +180,7 @@ class TwoStage(ReadsKeys, Selector):
         ranking, *others = self.ranks.listed_launches(query, rows, few, own)
         ranking = replace(ranking, bytes=batch * lists * read)
         launches = (*first.launches, ranking, *others, Launch("operator", count=self.operators))
-        expected = both(first.expected, "proposed rows are spread evenly over the groups of levels")
+        expected = both(first.expected, "the proposed tokens are spread evenly over the groups of levels")
         scanned, every = first.scanned + rows, first.read + read * lists / heads
         return Scan(scanned, every, launches, own, few, few, first.tail, expected)
 

@@ -173,7 +173,7 @@ class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
             Launch("sort", entries=sorted_best(batch * heads * group, sealed, rows)),
             Launch("operator", count=self.operators),
         )
-        expected, launches = both(inner.expected, "all of the budget is read"), (*inner.launches, *sampling)
+        expected, launches = both(inner.expected, "the whole budget is read"), (*inner.launches, *sampling)
         scanned = inner.scanned + weighed
         return Scan(scanned, inner.read + read, launches, heads * group, rows, rows, expected=expected)
 

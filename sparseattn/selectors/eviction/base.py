@@ -70,7 +70,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         rows, heads = min(budget, sealed), query.shape[:2].numel()
         ranking = Launch("sort", 4.0 * heads * sealed, entries=sorted_best(heads, sealed, rows))
         launches = (ranking, Launch("operator", count=self.operators))
-        expected = "the first step has dropped what is beyond the budget"
+        expected = "the first step has already dropped everything beyond the budget"
         return Scan(rows, 4 * rows, launches, query.shape[1], rows, rows, expected=expected)
 
     def held(self) -> Tensor:

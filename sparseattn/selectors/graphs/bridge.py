@@ -205,7 +205,7 @@ class QueryBridge(LearnsFromQueries, ReadsKeys, Selector):
             Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
-        found, expected = (int(scored), min(budget, int(scored))), "lists have keys in common as at random"
+        found, expected = (int(scored), min(budget, int(scored))), "lists share as many keys as random lists would"
         return self.ranked(query, Scan(guides + scored, read), scoring, found, expected=expected)
 
     def _expected(self, sealed: int) -> tuple[int, int, float]:

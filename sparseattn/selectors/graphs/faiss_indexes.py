@@ -221,7 +221,7 @@ class IVF(_FaissSearch):
         every = query.shape[:3].numel() * scan.scanned
         launch = Launch("walk", query.shape[:2].numel() * scan.read, entries=every)
         best = int(scan.scanned), min(budget, sealed)
-        return self.ranked(query, scan, [launch], best, expected="lists hold as many keys each")
+        return self.ranked(query, scan, [launch], best, expected="all lists hold equally many keys")
 
     def _search(
         self, b: int, h: int, place: Tensor, queries: Any, slots: int, counted: bool

@@ -35,6 +35,6 @@ def walk_scan(query: Tensor, sealed: int, rows: int, *, beam: int, degree: int, 
     scored = new_of(sealed, NEW * expanded * degree)
     read = group * (scored * size * width + expanded * degree * 4)
     walk = Launch("walk", batch * heads * read, entries=batch * heads * group * scored)
-    expected = f"a walk expands as many keys as its beam, and {NEW:.0%} of their links lead to new ones"
+    expected = f"a search expands as many keys as its beam is wide, and {NEW:.0%} of their links lead to new keys"
     launches = walk, Launch("operator", count=operators)
     return Scan(scored, read, launches, heads * group, rows, rows, expected=expected)

@@ -131,7 +131,7 @@ class MagicPIG(Biases, ReadsKeys, Hashed):
         hashing = products(query, self.count, size)
         comparing = Launch("names", batch * heads * read, entries=batch * heads * group * sealed * self.tables)
         weighing = Launch("walk", entries=batch * heads * group * rows)
-        expected = "as many rows collide as the budget lets be read"
+        expected = "as many tokens collide as the budget allows"
         scoring = hashing, comparing, weighing
         return self.ranked(query, Scan(sealed, read), scoring, (sealed, rows), expected=expected)
 

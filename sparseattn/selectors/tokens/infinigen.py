@@ -107,7 +107,7 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
         kept = self._kept(query.shape[3])
         scan = Scan(sealed, sealed * kept * self.bytes_of(query) + 4 * query.shape[3] * kept)
         launch = products(query, sealed, kept, scan.read)
-        expected = "" if math.isinf(self.alpha) else "all of the budget is read"
+        expected = "" if math.isinf(self.alpha) else "the whole budget is read"
         return self.ranked(query, scan, [launch], (sealed, min(budget, sealed)), group=self.group, expected=expected)
 
     def _kept(self, size: int) -> int:

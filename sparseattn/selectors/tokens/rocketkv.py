@@ -159,7 +159,7 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         pages, channels, rows = kept // self.page_rows, self._channels(query.shape[3]), min(budget, kept)
         scan = Scan(pages, pages * channels * self.bytes_of(query))
         launch = products(query, pages, channels, scan.read)
-        expected = "all rows are the prompt's" if self.prompt else ""
+        expected = "all tokens belong to the prompt" if self.prompt else ""
         found = pages, -(-rows // self.page_rows)
         return replace(self.ranked(query, scan, [launch], found, group=self.group, expected=expected), rows=rows)
 

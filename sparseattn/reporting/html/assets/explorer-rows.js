@@ -21,7 +21,7 @@ function drawStrip(host, told, goTo) {
     return one;
   };
   svg.attr("width", width).attr("height", height).attr("role", "img");
-  svg.attr("aria-label", "Attention along the context, and below it the rows that each method read");
+  svg.attr("aria-label", "Attention along the context, and below it the tokens that each method read");
 
   const most = new Float32Array(bins);
   const got = methods.map(() => new Float32Array(bins)); // share of a bin's rows that is read
@@ -55,10 +55,10 @@ function drawStrip(host, told, goTo) {
   draw("line", { x1: EDGE, x2: width - EDGE, y1: TALL + 0.5, y2: TALL + 0.5, stroke: "var(--line)" });
   const label = (x, anchor, words) =>
     draw("text", { x, y: height - 4, "text-anchor": anchor, "font-size": 11, fill: "var(--soft)" }).text(words);
-  label(EDGE, "start", "row 0");
-  label(width - EDGE, "end", `row ${told.last.toLocaleString("en")}`);
+  label(EDGE, "start", "token 0");
+  label(width - EDGE, "end", `token ${told.last.toLocaleString("en")}`);
   if (width > 620)
-    label(width / 2, "middle", "one lane per method, red where it missed needed rows; click to read there");
+    label(width / 2, "middle", "one lane per method, red where it missed needed tokens; click to read there");
   host.replaceChildren(svg.node());
   host.onclick = (event) => {
     const part = (event.clientX - host.getBoundingClientRect().left - EDGE) / (width - 2 * EDGE);
@@ -97,7 +97,7 @@ function drawHeaviest(host, told, goTo, most = 20) {
     );
   };
   const name = ({ label }) => [swatch(label), make("span", { class: "name" }, label)];
-  const head = tableHead(["row", "attention", ...methods.map((i) => name(told.methods[i])), "in the text"], -1, 2);
+  const head = tableHead(["token", "attention", ...methods.map((i) => name(told.methods[i])), "in the text"], -1, 2);
   const columns = `--methods: ${methods.length}`;
   host.replaceChildren(
     make("table", { class: "heaviest", style: columns }, head, make("tbody", {}, ...rows.map(line))),

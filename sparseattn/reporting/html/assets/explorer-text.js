@@ -13,7 +13,7 @@ class RowsText {
   constructor(told, which, panes, { asked, say }) {
     Object.assign(this, { told, which, panes, asked, say });
     this.title = make("h4", { class: "pane-title" });
-    const name = "The text. Left and right go from needed row to needed row.";
+    const name = "The text. Left and right go from needed token to needed token.";
     this.host = make("div", { class: "text", tabindex: "0", role: "region" });
     this.pane = make("div", { class: "pane" }, this.title, this.host);
     this.name = (label) => this.host.setAttribute("aria-label", `${label}: ${name[0].toLowerCase()}${name.slice(1)}`);

@@ -27,12 +27,12 @@ views.explorer = (figure, view) => {
     draw();
   });
   const key = (name, words) => make("span", { class: `key ${name}` }, words);
-  const bare = "This trace holds no text, so rows stand as their numbers: capture it with --with-text.";
+  const bare = "This trace has no text, so tokens are shown by number. Capture it with --with-text to see their text.";
   figure.append(
     make("div", { class: "bar" }, make("h4", {}, "Token that asks"), play.button),
     asks,
     make("div", { class: "where" }, heads, facts),
-    make("h4", {}, "The whole context, from its first row to its last"),
+    make("h4", {}, "The whole context, from the first token to the last"),
     strip,
     make("div", { class: "bar" }, views_of, second, whole),
     make(
@@ -46,7 +46,7 @@ views.explorer = (figure, view) => {
     ...(told.pieces ? [] : [make("p", { class: "none" }, bare)]),
     said,
     texts,
-    make("h4", {}, "The rows beyond sink and window with the most attention"),
+    make("h4", {}, "The tokens outside sink and window with the most attention"),
     list,
   );
 
@@ -120,7 +120,7 @@ views.explorer = (figure, view) => {
 /** What a row weighs, and who reads it. */
 function sentenceOf(told, row) {
   if (row < 0) return ["Point at a token, or click it, to see its weight and which methods read it."];
-  const number = `Row ${row.toLocaleString("en")}`;
+  const number = `Token ${row.toLocaleString("en")}`;
   if (row > told.last) return [`${number} comes after the token that asks.`];
   const by = told.shown.map((i) => `${told.methods[i].label} ${told.isRead(i, row) ? "reads it" : "does not"}`);
   const who = told.always(row) ? "every method reads it, because it is in the sink or the window" : by.join(", ");

@@ -1,6 +1,8 @@
-// Rows that can be sorted by a click on a column's head and filtered by words. Where there is no room for columns, each row
-// is a card: the style sheet names its cells by `data-head`.
+// Rows that can be sorted by a click on a column's head and filtered by words, a screen's worth of them until all are
+// asked for. Where there is no room for columns, each row is a card: the style sheet names its cells by `data-head`.
 "use strict";
+
+const SCREENFUL = 15; // rows of a table that is longer, before all of them are asked for
 
 views.table = (figure) => {
   const table = figure.querySelector("table"),
@@ -8,6 +10,7 @@ views.table = (figure) => {
     rows = [...body.rows];
   let by = null,
     falling = false,
+    whole = rows.length <= SCREENFUL + 3,
     words = [];
   const count = make("span", { class: "count", role: "status" });
   const input = make("input", {
@@ -18,6 +21,15 @@ views.table = (figure) => {
       draw();
     },
   });
+  const rest = make("button", {
+    type: "button",
+    class: "rest",
+    onclick: () => {
+      whole = true;
+      draw();
+    },
+  });
+  table.after(rest);
   const heads = [...table.querySelectorAll("thead th")];
   heads.forEach((head, i) => {
     head.setAttribute("aria-sort", "none");
@@ -62,7 +74,9 @@ views.table = (figure) => {
       shown = keyed.map(([, row]) => row);
     }
     count.textContent = shown.length === rows.length ? `${rows.length} rows` : `${shown.length} of ${rows.length} rows`;
-    body.replaceChildren(...shown);
+    rest.hidden = whole || shown.length <= SCREENFUL;
+    rest.textContent = `Show all ${shown.length} rows`;
+    body.replaceChildren(...(rest.hidden ? shown : shown.slice(0, SCREENFUL)));
   }
 
   draw();
