@@ -142,7 +142,7 @@ def test_eval_compares_a_plan(tmp_path: Path) -> None:
     assert mine["bytes_share"] == pytest.approx((2 + quest["bytes_share"] + window) / 4, abs=0.02), "dense layers count"
     for more, words in (
         (["--window", "65"], "measured with a sink of 4 and a window of 64 rows, got 4 and 65"),
-        (["--endpoint", "http://127.0.0.1:9"], "by its own attention: --plan, --budget"),
+        (["--endpoint", "http://127.0.0.1:9"], "--endpoint cannot run --plan, --budget"),
     ):
         no = run(*given, *more, "--out", tmp_path / "no")
         assert no.exit_code == 2

@@ -252,7 +252,7 @@ def test_bench_compares_roles_as_one_method(trace: Trace, tmp_path: Path) -> Non
     assert (unfit.exit_code, (tmp_path / "no").exists()) == (2, False)
     assert "roles mixed say nothing of layer 1" in " ".join(unfit.output.split())
     twice = run(f"{small} {tmp_path}/o --roles {tmp_path}/s.json --roles {tmp_path}/r.json")
-    assert (twice.exit_code, "two files of --roles are called mixed" in " ".join(twice.output.split())) == (2, True)
+    assert (twice.exit_code, "two files of --roles have the name mixed" in " ".join(twice.output.split())) == (2, True)
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------

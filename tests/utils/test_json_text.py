@@ -177,7 +177,7 @@ def test_a_report_shows_answers_without_those_of_full_attention(tmp_path: Path) 
     records.write(tmp_path / "eval.jsonl", [one for one in records.answers() if one["method"] != "full"])
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output
-    assert "full attention was not asked" in (tmp_path / "page.html").read_text()
+    assert "full attention was not measured" in (tmp_path / "page.html").read_text()
 
 
 def test_nested_plans_and_selectors_are_refused_at_once(tmp_path: Path) -> None:

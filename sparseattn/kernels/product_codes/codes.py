@@ -75,8 +75,9 @@ def blocks_apart(rows: int) -> int:
 
 
 def sampled(rows: int) -> Tensor:
-    """Return the rows `[n]` int64 that tell what a query head weighs in all: those of every 16th whole block; of fewer
-    than 1,024 blocks of more, 64 or all; the only rows where no block is whole."""
-    whole = rows // BLOCK
-    blocks = torch.arange(0, whole, blocks_apart(rows))
-    return (BLOCK * blocks[:, None] + torch.arange(BLOCK)).flatten() if whole else torch.arange(rows)
+    """Return the rows `[n]` int64 that tell what a query head weighs in all: those of every 16th block of 64; where
+    there are fewer than 1,024 blocks those of more, of fewer than 128 all."""
+    blocks = range(0, -(-rows // BLOCK), blocks_apart(rows))
+    behind = max(blocks[-1] * BLOCK + BLOCK - rows, 0) if blocks else 0  # in the last block, of rows that are not there
+    found = (BLOCK * torch.tensor(blocks, dtype=torch.long)[:, None] + torch.arange(BLOCK)).flatten()
+    return found[: len(found) - behind]

@@ -115,42 +115,46 @@ def _added(codes, at, step, count, bits, names, out, head_step, tops, near, o):
 
 
 @njit
-def _sums_of_sample(codes, at, step, count, bits, names, valid, apart, tops, sums, near):
-    """Write the sums of every `apart`-th block, `[G*n]`, and how far they are below `tops`, `[n]`, `NONE` for rows that
-    are not valid."""
-    share, blocks, flat, size = names.shape[0], len(valid) // BLOCK, names.reshape(-1), names[0].size
+def _sums_of_sample(codes, at, step, count, bits, names, valid, first, blocks, apart, tops, sums, near):
+    """Write the sums of every `apart`-th of so many blocks, `first` the first and a multiple of it: `[G*n]`. And how
+    far they are below `tops`, `[n]`, `NONE` for rows that are not valid."""
+    share, flat, size = names.shape[0], names.reshape(-1), names[0].size
     for block in range(0, blocks, apart):
-        row, o = block * BLOCK, block // apart * BLOCK
+        row, o = (first + block) * BLOCK, (first + block) // apart * BLOCK
         if SHUFFLES > 0 and bits == 4:
-            sums_of_block(codes, at + row, step, count, flat, size, share, sums, len(near), tops, near, o)
+            sums_of_block(codes, at + block * BLOCK, step, count, flat, size, share, sums, len(near), tops, near, o)
         else:
-            _added(codes, at + row, step, count, bits, names, sums, len(near), tops, near, o)
+            _added(codes, at + block * BLOCK, step, count, bits, names, sums, len(near), tops, near, o)
         within(near, o, valid, row, np.int16(0))
 
 
 @njit
-def _sample(codes, at, step, count, bits, names, valid, apart, more, unit):
+def _sample(codes, at, step, count, bits, names, valid, whole, tail, apart, more, unit):
     """Return what sum of a query head all rows are compared with, `[G]` uint16, by a sample: every `apart`-th block.
     And return about how far below these the `more`-th of all rows is, or a little more.
 
     A head's number is the logarithm of its weights' sum, in steps of sums, less what keeps it among these and is the
-    same for all heads. unit: such a step in a logit, in units of log 2.
+    same for all heads. whole: blocks; tail: codes of one more, where `valid` has one. unit: such a step in a logit, in
+    units of log 2.
     """
     share, rows = names.shape[0], (len(valid) // BLOCK + apart - 1) // apart * BLOCK
     sums, near = np.empty(share * rows, np.uint16), np.empty(rows, np.int16)
-    tops, whole, best = np.zeros(share, np.uint16), np.zeros(share, np.float32), np.zeros(share, np.float32)
+    last = len(valid) // BLOCK - whole if whole % apart == 0 else 0
+    tops, weight, best = np.zeros(share, np.uint16), np.zeros(share, np.float32), np.zeros(share, np.float32)
     logits, least = np.empty(rows, np.float32), np.float32(np.inf)
-    _sums_of_sample(codes, at, step, count, bits, names, valid, apart, tops, sums, near)
+    _sums_of_sample(codes, at, step, count, bits, names, valid, 0, whole, apart, tops, sums, near)
+    _sums_of_sample(tail, 0, BLOCK, count, bits, names, valid, whole, last, apart, tops, sums, near)
     for g in range(share):
         listed_logits(sums, g * rows, near, np.int16(ALL), np.float32(unit), rows, logits, 0)
         top = highest(logits, 0, rows)
         if top > -np.inf and unit > 0:
             best[g] = top / unit
-            whole[g] = best[g] + np.log2(weights(logits, 0, rows, top, logits, 0)) / unit
-        least = min(least, whole[g] - best[g])
+            weight[g] = best[g] + np.log2(weights(logits, 0, rows, top, logits, 0)) / unit
+        least = min(least, weight[g] - best[g])
     for g in range(share):
-        tops[g] = np.uint16(min(np.rint(whole[g] - least), np.float32(ALL)))
-    _sums_of_sample(codes, at, step, count, bits, names, valid, apart, tops, sums, near)
+        tops[g] = np.uint16(min(np.rint(weight[g] - least), np.float32(ALL)))
+    _sums_of_sample(codes, at, step, count, bits, names, valid, 0, whole, apart, tops, sums, near)
+    _sums_of_sample(tail, 0, BLOCK, count, bits, names, valid, whole, last, apart, tops, sums, near)
     bins = np.zeros((NONE >> COARSE) + 1, np.int32)
     for row in range(rows):
         bins[max(near[row], 0) >> COARSE] += 1
@@ -210,24 +214,28 @@ def _cut(below, count):
 
 
 @njit
-def _candidates(codes, at, step, count, bits, names, valid, total, more, unit, best, limit, rows, below, sums):
-    """List the valid ones of `total` rows that are no farther below the query heads' `best` than the `more`-th, and
-    perhaps others behind these. Return how many are listed, -1 where there is no room, and how far below the last
-    candidate is.
-
-    valid: `[blocks * 64]`; best, limit: as `_sample` has them; rows, below, sums: as `_listed` has them.
-    """
-    whole, left = total // BLOCK, total % BLOCK
-    own = np.zeros(count * BLOCK, np.uint8)  # the last block, where that is not whole
+def _tail(codes, at, step, count, whole, left):
+    """The codes of the `left` rows behind the whole blocks, 64 a byte."""
+    own = np.zeros(count * BLOCK, np.uint8)
     for r in range(count if left else 0):
-        last = at + r * step + whole * BLOCK
-        own[r * BLOCK : r * BLOCK + left] = codes[last : last + left]
-    if not whole:
-        best, limit = _sample(own, 0, BLOCK, count, bits, names, valid, 1, more, unit)
+        first = at + r * step + whole * BLOCK
+        own[r * BLOCK : r * BLOCK + left] = codes[first : first + left]
+    return own
+
+
+@njit
+def _candidates(codes, at, step, count, bits, names, valid, whole, tail, more, best, limit, rows, below, sums):
+    """List the valid rows that are no farther below the query heads' `best` than the `more`-th, and perhaps others
+    behind these. Return how many are listed, -1 where there is no room, and how far below the last candidate is.
+
+    valid: `[blocks * 64]`; whole, tail, best, limit: as `_sample` has them; rows, below, sums: as `_listed` has them.
+    """
+    left = len(valid) // BLOCK - whole
     while True:
         found = _listed(codes, at, step, count, bits, names, valid, 0, whole, best, limit, rows, below, sums, 0)
         if left and found >= 0:
-            found = _listed(own, 0, BLOCK, count, bits, names, valid, whole, 1, best, limit, rows, below, sums, found)
+            found = _listed(tail, 0, BLOCK, count, bits, names, valid, whole, left, best, limit, rows, below, sums,
+                            found)  # fmt: skip
         if found < 0:
             return found, ALL
         if found >= more or limit == ALL:
@@ -265,8 +273,9 @@ def _best(
             _tables(query[which], turn, which * wide * wide, centroids, which * entries * wide, shape, turned, tables)
             unit = _round(tables, names) * LOG2E
             at, marks = which // heads * steps[0] + which % heads * steps[1], valid[which // heads]
-            best, limit = _sample(codes, at, steps[2], count, bits, names, marks[: whole * BLOCK], apart, more, unit)
-            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, unit, best, limit,
+            tail = _tail(codes, at, steps[2], count, whole, total % BLOCK)
+            best, limit = _sample(codes, at, steps[2], count, bits, names, marks, whole, tail, apart, more, unit)
+            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, whole, tail, more, best, limit,
                                       rows[worker], below[worker], sums[worker])  # fmt: skip
             if found >= 0:
                 _vote(found, last, unit, share, rows[worker], below[worker], sums[worker], logits[worker],
@@ -274,7 +283,7 @@ def _best(
                 continue
             most_rows, most_below = np.empty(total + 2 * BLOCK, np.int32), np.empty(total + 2 * BLOCK, np.int16)
             most_sums, most_votes = np.empty(share * len(most_rows), np.uint16), np.empty(len(most_rows), np.float32)
-            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, total, more, unit, best, limit,
+            found, last = _candidates(codes, at, steps[2], count, bits, names, marks, whole, tail, more, best, limit,
                                       most_rows, most_below, most_sums)  # fmt: skip
             _vote(found, last, unit, share, most_rows, most_below, most_sums, np.empty(len(most_sums), np.float32),
                   most_votes, ids[which])  # fmt: skip
