@@ -62,7 +62,7 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
             (topk_gpu, "best_pages"),
             (bucket_spans_gpu, "spans"),
             (listed_scores_gpu, "scores"),
-            *((product_codes_gpu, launch) for launch in ("_sums", "nearest", "vote_tiles")),
+            *((product_codes_gpu, launch) for launch in ("nearest", "voted", "logits")),
         ):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         # Interpreted, lowbit's kernels take a minute here; tests/kernels/test_quantized_keys_gpu.py has them.
