@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sparseattn.kernels.group_vote.reference import vote_softmax
 from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, rounded, sampled
-from sparseattn.kernels.topk.dispatch import best_rows
 
 
 def names(codes: Tensor, bits: int, subspaces: int) -> Tensor:
@@ -40,7 +39,17 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     last = near.topk(min(MORE * count, near.shape[2]), 2).values.amin(2, keepdim=True)
     candidate = (near >= last) & (near > -torch.inf)
     votes = step[:, :, None, None] * whole
-    return best_rows(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count)
+    return first_of_best(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count)
+
+
+def first_of_best(votes: Tensor, count: int) -> Tensor:
+    """Return the places `[B,H,S]` int32 of the largest votes `[B,H,n]`, of equal ones the first, -1 for a vote of -inf.
+
+    Rounded sums are often equal. So what is chosen does not depend on how many rows there is room for.
+    """
+    ordered = votes.sort(dim=-1, descending=True, stable=True)
+    places = ordered.indices[..., :count].int()
+    return places.masked_fill(ordered.values[..., :count].isneginf(), -1)
 
 
 def offsets(whole: Tensor, step: Tensor, valid: Tensor) -> Tensor:
