@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.step_cost import Scan, products
+from sparseattn.kernels.row_scores.dispatch import row_scores
 from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
@@ -32,8 +33,9 @@ class KeyScorer(ReadsKeys, Selector):
     def logits(self, query: Tensor, step: StepContext) -> Tensor:
         """Return `[B,H,G,N]` float32: the logits of the sealed rows for queries `[B,H,G,D]`, -inf for padding."""
         keys = self.stored_keys()[:, :, : step.valid.shape[1]]
-        logits = query.float() @ keys.float().mT / self.temperature(query.shape[3])
-        return logits.masked_fill(~step.valid[:, None, None], -torch.inf)
+        logits = row_scores(query, keys).float()
+        logits /= self.temperature(query.shape[3])
+        return logits.masked_fill_(~step.valid[:, None, None], -torch.inf)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))

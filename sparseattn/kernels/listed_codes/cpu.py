@@ -13,13 +13,13 @@ from torch import Tensor
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.product_codes.codes import ProductCodes
-from sparseattn.kernels.product_codes.cpu import _logits_of, _padded, _stored
+from sparseattn.kernels.product_codes.cpu import logits_of, padded, stored
 
 PART = 2048  # rows of a list that a thread looks up at a time
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _listed(codes, steps, count, bits, tables, lists, each, valid, valid_step, stored, rows, out):
+def _listed(codes, steps, count, bits, tables, lists, each, valid, valid_step, total, rows, out):
     """tables: `[B*L,1 or G,M,K]`; rows: `[B*L,C]` int32; out: `[B*L,1 or G,C]`."""
     many = rows.shape[1]
     parts = (many + PART - 1) // PART
@@ -29,9 +29,9 @@ def _listed(codes, steps, count, bits, tables, lists, each, valid, valid_step, s
         ids = np.empty(min(PART, many - first), np.int32)
         for i in range(len(ids)):
             row = rows[which, first + i]
-            known = 0 <= row < stored
+            known = 0 <= row < total
             ids[i] = row if known and valid[b * valid_step + row] else -1
-        _logits_of(codes, b * steps[0] + h * steps[1], steps[2], count, bits, tables[which], ids,
+        logits_of(codes, b * steps[0] + h * steps[1], steps[2], count, bits, tables[which], ids,
                    out[which, :, first : first + len(ids)])  # fmt: skip
 
 
@@ -39,8 +39,8 @@ def logits(tables: Tensor, keys: ProductCodes, rows: Tensor) -> Tensor:
     """As `dispatch.logits`."""
     (batch, heads, group), (lists, many) = tables.shape[:3], rows.shape[1:]
     out = torch.empty(batch * lists, heads * group // lists, many)
-    codes, valid = _stored(keys)
-    laid = _padded(tables, keys)  # [B*H,G,M,K]
+    codes, valid = stored(keys)
+    laid = padded(tables, keys)  # [B*H,G,M,K]
     laid = laid.view(batch * lists, -1, *laid.shape[2:])
     with ONE_AT_A_TIME:
         use_threads(tables.shape[:4].numel() * many)

@@ -74,10 +74,11 @@ def blocks_apart(rows: int) -> int:
     return max(1, min(rows // BLOCK // FEW, APART))
 
 
-def sampled(rows: int) -> Tensor:
+def sampled(rows: int, device: torch.device) -> Tensor:
     """Return the rows `[n]` int64 that tell what a query head weighs in all: those of every 16th block of 64; where
     there are fewer than 1,024 blocks those of more, of fewer than 128 all."""
-    blocks = range(0, -(-rows // BLOCK), blocks_apart(rows))
-    behind = max(blocks[-1] * BLOCK + BLOCK - rows, 0) if blocks else 0  # in the last block, of rows that are not there
-    found = (BLOCK * torch.tensor(blocks, dtype=torch.long)[:, None] + torch.arange(BLOCK)).flatten()
-    return found[: len(found) - behind]
+    apart, blocks = blocks_apart(rows), -(-rows // BLOCK)
+    first = torch.arange(0, blocks, apart, device=device) * BLOCK
+    found = (first[:, None] + torch.arange(BLOCK, device=device)).flatten()
+    last = (blocks - 1) // apart * apart * BLOCK  # the first row of the last block, of which not all need be there
+    return found[: len(found) - max(last + BLOCK - rows, 0)]

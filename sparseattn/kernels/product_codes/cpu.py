@@ -290,7 +290,7 @@ def _best(
 
 
 @njit
-def _logits_of(codes, at, step, count, bits, tables, ids, out):
+def logits_of(codes, at, step, count, bits, tables, ids, out):
     """The logits of the rows `ids` `[C]` of one KV head, -inf for -1: `out` `[G,C]`; tables: `[G,M,K]`."""
     for i in range(len(ids)):
         if ids[i] < 0:
@@ -317,11 +317,11 @@ def _logits(codes, steps, count, bits, tables, heads, valid, valid_step, out):
         ids = np.empty(min(2048, rows - first), np.int32)
         for i in range(len(ids)):
             ids[i] = first + i if valid[b * valid_step + first + i] else -1
-        _logits_of(codes, b * steps[0] + h * steps[1], steps[2], count, bits, tables[which], ids,
+        logits_of(codes, b * steps[0] + h * steps[1], steps[2], count, bits, tables[which], ids,
                    out[which, :, first : first + len(ids)])  # fmt: skip
 
 
-def _stored(keys: ProductCodes) -> Any:
+def stored(keys: ProductCodes) -> Any:
     """What a kernel takes of codes and of which rows are valid, in two parts."""
     steps = keys.codes.stride()
     if steps[3] != 1 and keys.codes.shape[3] > 1:
@@ -331,7 +331,7 @@ def _stored(keys: ProductCodes) -> Any:
     return codes, (storage_of(valid.view(torch.uint8)), valid.stride(0) if len(valid) > 1 else 0)
 
 
-def _padded(tables: Tensor, keys: ProductCodes) -> Tensor:
+def padded(tables: Tensor, keys: ProductCodes) -> Tensor:
     """`[lists,G,M,K]` float32, M as many as the bytes have codes: one more of zeros where a byte has one alone."""
     missing = keys.codes.shape[2] * 8 // keys.bits - tables.shape[3]
     return torch.nn.functional.pad(tables, (0, 0, 0, missing)).flatten(0, 1).contiguous()
@@ -342,10 +342,10 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     batch, heads, share, subspaces = tables.shape[:4]
     rows = keys.codes.shape[3]
     out = torch.empty(batch, heads, share, rows)
-    codes, valid = _stored(keys)
+    codes, valid = stored(keys)
     with ONE_AT_A_TIME:
         use_threads(batch * heads * share * subspaces * rows)
-        _logits(*codes, _padded(tables, keys).numpy(), heads, *valid, out.flatten(0, 1).numpy())
+        _logits(*codes, padded(tables, keys).numpy(), heads, *valid, out.flatten(0, 1).numpy())
     return out
 
 
@@ -368,7 +368,7 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     more, marks = min(MORE * count, rows), keys.valid.view(torch.uint8)
     if rows % BLOCK or not marks.is_contiguous():
         marks = torch.nn.functional.pad(marks, (0, -rows % BLOCK)).contiguous()
-    codes, _ = _stored(keys)
+    codes, _ = stored(keys)
     query = tables.query.reshape(lists, -1).contiguous().numpy()
     books = (storage_of(part.contiguous()) for part in (tables.turn, tables.centroids))
     work = lists * (share * subspaces * rows / 4 + CANDIDATE * more)

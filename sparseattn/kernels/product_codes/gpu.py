@@ -211,7 +211,7 @@ def nearest(names: Tensor, step: Tensor, keys: ProductCodes) -> Tensor:
         raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
     pairs = torch.nn.functional.pad(names, (0, 0, 0, 0, 0, group % 2)).int().unflatten(2, (-1, 2))
     sums, _ = _sums(_laid(pairs[:, :, :, 0] | pairs[:, :, :, 1] << 16, keys), keys, None, False)
-    among = sampled(rows).to(sums.device)
+    among = sampled(rows, sums.device)
     few = sums[..., among]
     few = torch.stack([few & 0xFFFF, few >> 16], 3).flatten(2, 3)
     valid = adjacent(keys.valid)

@@ -69,6 +69,6 @@ def offsets(whole: Tensor, step: Tensor, valid: Tensor) -> Tensor:
 def nearest(whole: Tensor, step: Tensor, valid: Tensor) -> Tensor:
     """Return by how much rows exceed the query heads' `offsets`, at the head where that is most: `[B,H,N]` float32,
     -inf where a row is not valid. Arguments: as of `offsets`, of all rows."""
-    among = sampled(whole.shape[3]).to(whole.device)
+    among = sampled(whole.shape[3], whole.device)
     far = whole - offsets(whole[..., among], step, valid[:, among])[..., None]
     return far.amax(2).masked_fill(~valid[:, None], -torch.inf)
