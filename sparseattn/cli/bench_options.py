@@ -171,7 +171,9 @@ class BenchOptions:
         from sparseattn.evaluation.replay_settings import Replay
 
         layers = self.layer_numbers
-        return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, codec, self.every)
+        return Replay(
+            self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, codec, self.every
+        )
 
     def check_effect(self, traces: Sequence[Trace]) -> None:
         """NoEffect for a budget that was asked for and covers the longest trace."""

@@ -38,8 +38,8 @@ class Replay:
             in host memory.
         rows: as in `KVCache`: sealed rows are read as a codec keeps them, and compared with full attention over the
             rows as they are.
-        every: n, measure the last of every n decoded tokens only. The method chooses at the others too, but no choice of
-            these is compared with full attention.
+        every: n, measure the last of every n decoded tokens only. The method chooses at the others too, but these
+            choices are not compared with full attention.
     """
 
     sink: int = 4

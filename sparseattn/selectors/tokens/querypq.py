@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best, summed
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
 from sparseattn.kernels.product_codes import dispatch as product_codes
@@ -29,6 +29,7 @@ from sparseattn.selectors.tokens.product_base import ProductCoded
 from sparseattn.utils.hashing import stream, tensors_hash
 
 METRICS = ("own", "keys")
+OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 CHUNK = 1 << 14  # rows that are turned at a time
 
 
@@ -235,6 +236,21 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
             return super().select(query, step, budget)
         tables = self.factors(query.float() / self.temperature(query.shape[3]))
         return Selection.tokens(product_codes.best(tables, self.stored(step.valid), budget))
+
+    @property
+    def _compiled(self) -> bool:
+        """Whether rows are chosen in one kernel, of codes that are looked up in registers."""
+        return self.bits == 4 and self.group == "softmax" and self.page == 1
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = super().scan(query, sealed, budget)
+        if not self._compiled:
+            return scan
+        batch, heads, members, size = query.shape
+        looked_up = members * self.subspaces_of(size) * sealed
+        work, tables = summed(batch * heads, looked_up, scan.rows), super().scoring(query, sealed).flops
+        scoring = Launch("sums", batch * heads * scan.read, tables + 2.0 * query.numel() * size, work)
+        return replace(scan, launches=(scoring, Launch("operator", count=OPERATORS_BESIDE)))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         return self.names(query.shape[3])[0], self._once(query.shape[3])
