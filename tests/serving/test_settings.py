@@ -14,6 +14,7 @@ from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.selectors.abilities import Evicts
 from sparseattn.serving.vllm import counters, engine_checks, installed
 from sparseattn.serving.vllm.counters import stats
+from sparseattn.serving.vllm.mismatch import Mismatch
 from sparseattn.serving.vllm.settings import VARIABLE, Settings, configured, parse
 
 GIVEN = {"selector": "quest", "budget": 2048}
@@ -140,16 +141,45 @@ def test_an_engine_that_cannot_is_refused_in_a_sentence(changed: dict[str, Any],
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("0.31.2", "serves with vLLM 0.32, whose cache it knows, and this is vllm 0.31.2"),
-        ("0.320.1", "and this is vllm 0.320.1"),
-        (None, "serves with vLLM 0.32, and none is installed here"),
+        ("0.26.3", "serves with vLLM 0.27 to 0.32, whose cache it knows, and this is vllm 0.26.3"),
+        ("0.9.12", "and this is vllm 0.9.12"),
+        (None, "serves with vLLM 0.27 to 0.32, and none is installed here"),
     ],
 )
-def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
+def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
     install(monkeypatch, version)
     with pytest.raises(ValueError, match=said):
         engine_checks.settings_of(Config())
     assert engine_checks.settings_of(Config(additional_config={})) is None
+
+
+@pytest.mark.parametrize("version", ["0.27.0", "0.32.7", "0.33.0", "0.270.1", "1.0.0rc1", "0.0.0", "dev"])
+def test_a_newer_vllm_is_served_and_named(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, version)
+    assert engine_checks.settings_of(Config()) == Settings("quest", 2048)
+    tried = version in ("0.27.0", "0.32.7")
+    said = f"this is vllm {version}, and the newest vLLM that sparseattn was tried with is 0.32"
+    assert installed.newer_than_tried() == (None if tried else said)
+
+
+def test_a_configuration_that_is_not_known_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(counters.FOLDER, str(tmp_path))
+    config = Config()
+    del config.parallel_config
+    said = "vllm 0.32.0 is not as sparseattn knows vLLM .AttributeError: .* with --on-mismatch stock"
+    with pytest.raises(Mismatch, match=said):
+        engine_checks.settings_of(config)
+    assert counters.mismatches() == []
+    config.additional_config["sparseattn"]["on_mismatch"] = "stock"
+    assert engine_checks.settings_of(config) is None
+    assert len(counters.mismatches()) == 1
+
+
+def test_what_to_do_on_a_mismatch_is_one_of_two() -> None:
+    assert parse({**GIVEN, "on_mismatch": "stock"}).to_dict()["on_mismatch"] == "stock"
+    assert "on_mismatch" not in parse({**GIVEN, "on_mismatch": "refuse"}).to_dict()
+    with pytest.raises(ValueError, match='on_mismatch is "refuse" or "stock", got \'dense\''):
+        parse({**GIVEN, "on_mismatch": "dense"})
 
 
 def test_counts_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

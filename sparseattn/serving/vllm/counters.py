@@ -79,6 +79,19 @@ def _counted(counts: bytes) -> Activity:
     )
 
 
+def add_mismatch(why: str) -> None:
+    """Takes note that this process serves as stock vLLM where it was asked to serve sparsely."""
+    begin()
+    (Path(os.environ[FOLDER]) / f"{os.getpid()}.mismatch").write_text(why)
+
+
+def mismatches() -> list[str]:
+    """Why processes of engines started from here serve as stock vLLM where they were asked to serve sparsely."""
+    if FOLDER not in os.environ:
+        return []
+    return [path.read_text() for path in sorted(Path(os.environ[FOLDER]).glob("*.mismatch"))]
+
+
 class Collector:
     """The counts for Prometheus, `sparseattn_*_total` by layer."""
 
@@ -100,6 +113,8 @@ class Collector:
             for layer, numbers in counts.layers.items():
                 family.add_metric([str(layer)], getattr(numbers, name))
             yield family
+        text = "Processes that serve as stock vLLM because they failed the self-test"
+        yield CounterMetricFamily("sparseattn_mismatches", text, value=len(mismatches()))
 
 
 def publish() -> None:

@@ -17,35 +17,35 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
-from vllm import envs
-from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
-    get_layers_from_vllm_config,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparseattn.kernels.attend_vllm_blocks import cpu_tables
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
 from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.serving.vllm import adapters, mismatch, self_test
+from sparseattn.serving.vllm.adapters import (
+    Attention,
+    CommonAttentionMetadata,
+    FullAttentionSpec,
+    extract_layer_index,
+    get_current_vllm_config,
+    logger,
+)
 from sparseattn.serving.vllm.block_packing import packing_of, warm_up
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
 from sparseattn.serving.vllm.page_tables import PageZones
+from sparseattn.serving.vllm.served_requests import ServedRequests
 from sparseattn.serving.vllm.settings import Settings
-from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, plan_layers
+from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, UNFIT, plan_layers
 
-logger = init_logger("vllm.sparseattn")
 AT_ONCE = 1024  # entries whose keys are unpacked together
 BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
 
@@ -75,44 +75,6 @@ class SparseCPUBackend(CPUAttentionBackend):
 
 
 @dataclass
-class ServedRequests:
-    """The requests that decode sparsely in a step, and what they may read.
-
-    Args:
-        tokens: `[R]` int64, their rows of the query.
-        count: R.
-        in_order: whether these are the first R.
-        table, always, tails: see `attend_vllm_blocks.blocks.StepPages`.
-        rest: metadata of the other requests, in which ours attend to one row; None: there are no others.
-        pages, near: `[R]`, pages to choose from, and rows that a KV head reads in any case.
-        held: rows of all of them.
-        known: what `read` said of other layers.
-    """
-
-    tokens: Tensor
-    count: int
-    in_order: bool
-    table: Tensor
-    always: Tensor
-    tails: Tensor
-    rest: CPUAttentionMetadata | None
-    pages: Any
-    near: Any
-    held: int
-    known: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-
-    def entries(self, page: int, unit: int) -> int:
-        """Entries of the index that all requests score, of pages of `page` rows and entries of `unit`."""
-        return int(self.pages.sum()) * page // unit
-
-    def read(self, page: int, most: int) -> int:
-        """Rows that a KV head of a layer reads, of all requests, which chooses `most` pages of `page` rows at most."""
-        if (page, most) not in self.known:
-            self.known[page, most] = int((np.minimum(self.pages, most) * page + self.near).sum())
-        return self.known[page, most]
-
-
-@dataclass
 class SparseCPUMetadata(CPUAttentionMetadata):
     """The stock metadata, with what sparse layers need.
 
@@ -128,11 +90,17 @@ class SparseCPUMetadata(CPUAttentionMetadata):
 class SparseCPUBuilder(CPUAttentionMetadataBuilder):
     """Makes the tables of a step, once for all layers of a group."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self.impls = {name: layer.impl for name, layer in layers.items() if isinstance(layer.impl, SparseCPUImpl)}
-        self.use(settings_of(vllm_config))
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *more: Any, **named: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, *more, **named)
+        self.settings: Settings | None = None
+        self.impls: dict[str, SparseCPUImpl] = {}
+        self.sparse: list[SparseCPUImpl] = []
+        if (settings := settings_of(vllm_config)) is None:
+            return
+        self.layers = adapters.layers_of(vllm_config, layer_names)
+        self.impls = {name: layer.impl for name, layer in self.layers.items() if isinstance(layer.impl, SparseCPUImpl)}
+        self.block = adapters.block_rows(self)
+        self.use(settings)
         BUILDERS.add(self)
 
     def plan(self, settings: Settings | None) -> dict[str, str | None]:
@@ -146,7 +114,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         every = plan_layers(settings, self.vllm_config, why_dense_layer)
         why = {name: every[name] for name in self.impls}
         if not all(why.values()):
-            check_shape(settings, self.block_size)
+            check_shape(settings, self.block)
         return why
 
     def use(self, settings: Settings | None) -> None:
@@ -156,42 +124,61 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             ValueError: see `plan`; then nothing has changed.
         """
         why = self.plan(settings)
+        self._share(settings, why)
+        if settings is None or not self.sparse:
+            return
+        try:
+            self._fit(settings)
+            self_test.check(self)
+        except Exception as error:  # whatever calls of another vLLM than those known end with
+            self._share(settings, dict.fromkeys(why, UNFIT))
+            mismatch.met(settings.on_mismatch, error)
+            return
+        mismatch.warn_if_newer()
+        self._say(settings, why)
+
+    def _share(self, settings: Settings | None, why: dict[str, str | None]) -> None:
+        """Tells each layer what it is from now on."""
         for name, impl in self.impls.items():
             impl.use(name, settings, why.get(name))
         self.sparse = [impl for impl in self.impls.values() if impl.sparse]
         self.settings = settings if self.sparse else None
-        if self.settings is None:
-            return
-        page, unit = self.settings.shape
-        self.zones = PageZones(page, unit, self.block_size, self.settings.sink, self.settings.window)
+
+    def _fit(self, settings: Settings) -> None:
+        """Fits the tables and layers to the cache, and compiles what a step runs."""
+        page, unit = settings.shape
+        self.zones = PageZones(page, unit, self.block, settings.sink, settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
-        packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
+        layer = next(layer for layer in self.layers.values() if layer.impl in self.sparse)
+        self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim)
         for impl in self.sparse:
-            impl.packing = packing
-        warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
+            impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
+        warm_up(self.dtype, self.packing, self.num_heads, self.num_kv_heads, self.block, self.head_dim, self.zones)
         self.indexed = any(isinstance(impl.selector, PageSelector) for impl in self.sparse)
+
+    def _say(self, settings: Settings, why: dict[str, str | None]) -> None:
         entries = [entry_bytes(impl.selector, self.num_kv_heads, self.head_dim, self.dtype) for impl in self.sparse]
-        places = (self.vllm_config.cache_config.num_gpu_blocks or 0) * self.block_size // unit
+        places = (self.vllm_config.cache_config.num_gpu_blocks or 0) * self.block // self.zones.unit
         dense = {reason for reason in why.values() if reason is not None}
         logger.info(
             "sparseattn: %s, sink %d, window %d, sequences above %d rows, in %d of %d layers%s; blocks of %d (%s); "
             "index %.0f MiB",
-            self.settings.label,
-            self.settings.sink,
-            self.settings.window,
-            self.settings.above,
+            settings.label,
+            settings.sink,
+            settings.window,
+            settings.above,
             len(self.sparse),
             len(why),
             f" (dense: {', '.join(sorted(dense))})" if dense else "",
-            self.block_size,
+            self.block,
             self.isa,
             sum(entries) * places / 2**20,
         )
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *more: Any, **named: Any
     ) -> CPUAttentionMetadata:
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        stock = super().build(common_prefix_len, common_attn_metadata, *more, **named)
         if self.settings is None:
             return stock
         self.written(stock)
@@ -233,8 +220,8 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             return None
         starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
         ours = (starts[1:] - starts[:-1] == 1) & (rows > settings.above)
-        if common.is_prefilling is not None:  # a prompt's last token that comes alone is no decoding
-            ours &= ~common.is_prefilling[: len(ours)].numpy()
+        if (within := adapters.prefilling(common, len(ours))) is not None:
+            ours &= ~within.numpy()  # a prompt's last token that comes alone is no decoding
         (which,) = ours.nonzero()
         count = len(which)
         if not count:
@@ -257,28 +244,12 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         rest = None
         if not every:
             fewer = torch.where(torch.from_numpy(ours), 1, stock.seq_lens)
-            rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=self._schedule(stock, fewer))
+            rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=adapters.schedule(self, stock, fewer))
         pages = (table >= 0).sum(1) * (zone.unit // zone.page)
         near = ((always >= 0).sum(1) - 1) * zone.page + tails
         tokens = torch.from_numpy(starts[:-1][which].astype(np.int64))
         table, always, tails = (torch.from_numpy(part) for part in (table, always, tails))
         return ServedRequests(tokens, count, every, table, always, tails, rest, pages, near, int(own.sum()))
-
-    def _schedule(self, stock: CPUAttentionMetadata, rows: Tensor) -> Tensor:
-        return ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(rows),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            seq_lens=rows,
-            dtype=self.dtype,
-            query_start_loc=stock.query_start_loc,
-            causal=stock.causal,
-            sliding_window_size=self.window_size,
-            isa=self.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
 
 
 class SparseCPUImpl(CPUAttentionBackendImpl):
@@ -296,11 +267,13 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.store: Store | None = None
         self.packing = ""
         self.sparse = settings is not None and dense is None
-        self.full = self.sparse or dense in (EARLY, PLANNED)
+        self.full = self.sparse or dense in (EARLY, PLANNED, UNFIT)
         self.counter, self.index = Counter.of_process(), extract_layer_index(name)
         if settings is not None and dense is None:
             self.selector, self.pages = settings.make(self.index).for_layer(self.index), settings.pages(self.index)
             self.page, self.unit = settings.shape
+            self.on_mismatch = settings.on_mismatch
+            self.looked = False  # whether the cache is known to be what the self-test's was like
             self.entry: int | None = None  # bytes of an entry of the index, of all heads, once the cache is known
 
     def forward(
@@ -312,19 +285,19 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         kv_cache: Tensor,
         attn_metadata: CPUAttentionMetadata | None,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        *more: Any,
+        **named: Any,
     ) -> Tensor:
         metadata = attn_metadata
+        if self.sparse and not self.looked:
+            self._look(kv_cache)
         if not self.sparse or not isinstance(metadata, SparseCPUMetadata):
             if metadata is not None and self.full and self.counter is not None:
                 self.counter.add(self.index, dense_steps=1)
-            return super().forward(
-                layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
-            )
+            return super().forward(layer, query, key, value, kv_cache, metadata, output, *more, **named)
         assert self.counter is not None
         if self.store is None and isinstance(self.selector, PageSelector):
-            self.store = self._index(kv_cache)
+            self.store = self.index_of(kv_cache)
         if metadata.due is not None and self.store is not None:
             for places in metadata.due.split(AT_ONCE):
                 self.store.update(places, BlockCache(kv_cache, self.packing).keys(places, self.unit))
@@ -332,7 +305,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         served = metadata.served
         if served is None or served.rest is not None:
             dense = metadata if served is None else served.rest
-            super().forward(layer, query, key, value, kv_cache, dense, output, output_scale, output_block_scale)
+            super().forward(layer, query, key, value, kv_cache, dense, output, *more, **named)
             self.counter.add(self.index, dense_steps=1)
         if served is None:
             return output
@@ -347,6 +320,19 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         attend_blocks(query, output, BlockCache(kv_cache, self.packing), pages, scores, self.pages, self.scale)
         self._count(served, kv_cache)
         return output
+
+    def _look(self, kv_cache: Tensor) -> None:
+        """Compares the cache with the self-test's once it is there, which is later than the self-test."""
+        if not kv_cache.numel():
+            return
+        self.looked = True
+        if kv_cache.shape[1:] == self.shape and kv_cache[0, 0].is_contiguous():
+            return
+        self.sparse = False
+        heads, block, double = self.shape
+        own = f"of shape [blocks,{heads},{block},{double}] as in the self-test"
+        why = f"a layer's cache is of shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}, not {own}"
+        mismatch.met(self.on_mismatch, ValueError(why))
 
     def _count(self, served: ServedRequests, kv_cache: Tensor) -> None:
         heads, row = self.num_kv_heads, 2 * self.head_size * kv_cache.element_size()
@@ -363,7 +349,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             bytes_held=held * heads * row,
         )
 
-    def _index(self, kv_cache: Tensor) -> Store:
+    def index_of(self, kv_cache: Tensor) -> Store:
         """Beside a cache, which is there with the first call."""
         assert isinstance(self.selector, PageSelector)
         count, heads, block, double = kv_cache.shape

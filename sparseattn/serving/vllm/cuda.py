@@ -50,6 +50,7 @@ from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.cuda_layer import SparseCUDALayer
 from sparseattn.serving.vllm.cuda_step import Eager, Fixed, Step, decoding, reads
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
+from sparseattn.serving.vllm.installed import why_not_on_cuda
 from sparseattn.serving.vllm.page_index import entry_bytes
 from sparseattn.serving.vllm.page_tables import PageZones
 from sparseattn.serving.vllm.settings import KEY, Settings
@@ -260,6 +261,8 @@ def given(vllm_config: VllmConfig) -> Settings:
         ValueError: there are none, or an engine that cannot be served.
     """
     settings = settings_of(vllm_config)
+    if why := why_not_on_cuda():
+        raise ValueError(why)
     if settings is None:
         example = f'{{"{KEY}": {{"selector": "quest", "budget": 2048}}}}'
         raise ValueError(f"the backend CUSTOM is sparseattn's and needs its settings: --additional-config '{example}'")

@@ -8,3 +8,6 @@ SELECTOR = "quest:page=32"
 SINK, WINDOW = 4, 64  # rows
 DENSE_LAYERS = 2  # the first ones
 ABOVE = 8000  # rows of a sequence, up to which its attention is dense
+
+# What an engine does that is not as sparseattn knows it.
+REFUSE, STOCK = "refuse", "stock"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sparseattn.core.effects import idle_above, refuse
-from sparseattn.serving.vllm.installed import why_not_version
+from sparseattn.serving.vllm import mismatch
+from sparseattn.serving.vllm.installed import why_not_on_cuda, why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured
 
 FULL = "full_attention"  # as transformers calls a layer's kind
@@ -17,12 +18,23 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
     Raises:
         ValueError: settings that `settings.parse` refuses, or an engine that cannot be served.
+        Mismatch: a configuration that is not as this knows it, unless the settings say to serve as stock.
     """
     settings = configured(vllm_config.additional_config)
     if settings is None:
         return None
     if why := why_not_version():
         raise ValueError(why)
+    try:
+        _check_engine(vllm_config, settings)
+    except (AttributeError, TypeError) as error:  # another vLLM may name its settings otherwise
+        mismatch.met(settings.on_mismatch, error)
+        return None
+    return settings
+
+
+def _check_engine(vllm_config: Any, settings: Settings) -> None:
+    """ValueError for an engine that cannot be served."""
     cache = vllm_config.cache_config
     if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
         raise ValueError(
@@ -47,7 +59,6 @@ def settings_of(vllm_config: Any) -> Settings | None:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
     if vllm_config.model_config is not None:  # None: no model is served by this configuration
         _check_model(vllm_config, settings)
-    return settings
 
 
 def check_platform(device: str, backend: Any) -> None:
@@ -63,6 +74,8 @@ def check_platform(device: str, backend: Any) -> None:
         raise ValueError(f"sparseattn serves on CPUs and, experimentally, on CUDA, and this vLLM runs on {device}")
     if getattr(backend, "name", backend) != "CUSTOM":
         raise ValueError("on CUDA sparseattn is vLLM's backend CUSTOM: start vLLM with --attention-backend CUSTOM")
+    if why := why_not_on_cuda():
+        raise ValueError(why)
 
 
 def _check_model(vllm_config: Any, settings: Settings) -> None:

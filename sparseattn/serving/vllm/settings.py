@@ -17,6 +17,7 @@ from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
 from sparseattn.serving.vllm import defaults
+from sparseattn.serving.vllm.defaults import REFUSE, STOCK
 from sparseattn.utils import json_text
 from sparseattn.utils.json_fields import Number, Object, Text
 from sparseattn.utils.suggest import did_you_mean
@@ -34,6 +35,7 @@ FIELDS = Object(
         "dense_layers": _ROWS,
         "above": _ROWS,
         "modules": Text(),
+        "on_mismatch": Text(),
     }
 )
 
@@ -53,6 +55,7 @@ class Settings:
             "dense", "window", or {"method": ..., "budget": ...}. Methods may differ, their pages and entries not.
         modules: folder, as a whole path, in which an engine looks for the module of a `module:Class` too, behind all
             folders of Python's; "": in none. Settings are what a user says, so that classes they name are imported.
+        on_mismatch: what an engine does that is not as sparseattn knows it: "refuse" to start, or serve as "stock".
     """
 
     selector: str = ""
@@ -63,6 +66,7 @@ class Settings:
     above: int = defaults.ABOVE
     layers: Mapping[str, Any] | None = None
     modules: str = ""
+    on_mismatch: str = REFUSE
 
     @classmethod
     def of_plan(cls, plan: Plan, above: int = above) -> Settings:
@@ -76,7 +80,7 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return what `parse` makes them of."""
         unused = ["layers"] if self.layers is None else ["selector", "budget", "dense_layers"]
-        unused += ["modules"] * (not self.modules)
+        unused += ["modules"] * (not self.modules) + ["on_mismatch"] * (self.on_mismatch == REFUSE)
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
     def is_dense(self, layer: int) -> bool:
@@ -189,6 +193,8 @@ def parse(given: Mapping[str, Any]) -> Settings:
         if not planned and name not in given and name != "dense_layers":
             raise ValueError(f'"{KEY}" needs {name!r}, such as {{"selector": "quest", "budget": 2048}}')
     FIELDS.check(given, f'"{KEY}"')
+    if (how := given.get("on_mismatch", REFUSE)) not in (REFUSE, STOCK):
+        raise ValueError(f'"{KEY}": on_mismatch is "{REFUSE}" or "{STOCK}", got {how!r}')
     if (folder := given.get("modules", "")) and not os.path.isabs(folder):
         raise ValueError(f'"{KEY}": modules is the whole path of a folder, got {folder!r}')
     with _reaching(folder):

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
-
+from sparseattn.serving.vllm.adapters import Attention, extract_layer_index, layers_of
 from sparseattn.serving.vllm.engine_checks import nothing_sparse
 from sparseattn.serving.vllm.settings import Settings
 
 # Why a layer that could be sparse is not.
 EARLY = "it is one of the first of full attention"
 PLANNED = "the plan leaves it dense"
+UNFIT = "this vLLM did not pass the self-test"
 
 
 def plan_layers(
@@ -33,7 +31,7 @@ def plan_layers(
     Raises:
         ValueError: every layer of the model would stay dense, or a plan says nothing of one.
     """
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    layers = layers_of(vllm_config)
     why = {name: why_dense_layer(layer, vllm_config) for name, layer in layers.items()}
     full = [name for name, reason in why.items() if reason is None]
     parallel = vllm_config.parallel_config

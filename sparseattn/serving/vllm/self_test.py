@@ -1,0 +1,151 @@
+"""A few steps by the engine's own objects on a small cache of random rows, before it serves: what comes out is compared
+with attention in torch over the rows that each step names.
+
+The steps go the way that an engine's go: vLLM writes rows and describes a step, the builder makes its tables, a layer
+attends. So whatever another version of vLLM does otherwise shows: the packing of rows, the fields of a step, the
+arguments of a call. The cache has the layout of the engine's own: block size, heads, head size and dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
+from sparseattn.kernels.topk.dispatch import best
+from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.serving.vllm import adapters
+from sparseattn.serving.vllm.page_index import Store
+from sparseattn.serving.vllm.self_test_rows import STEPS, TestRows, TestStep
+
+# How far outputs may be off, for values of unit variance. Rounding gave a tenth of it; rows of another place give 0.5.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+FEW, EVERY = 3, 1 << 20  # pages that a sparse step reads, of four or more, and one at full budget
+
+
+def check(builder: Any) -> None:
+    """Runs the steps, for each method among the builder's sparse layers.
+
+    Raises:
+        ValueError: something is not as it should be; or whatever a call ends with.
+    """
+    names = {impl.selector.label(): name for name, impl in builder.impls.items() if impl.sparse}
+    for name in names.values():
+        rows = TestRows.drawn(builder, builder.layers[name])
+        dense = Probe(builder, name, rows, None)
+        probes = {"dense": dense, "full": Probe(builder, name, rows, EVERY), "sparse": Probe(builder, name, rows, FEW)}
+        if not isinstance(builder.impls[name].selector, PageSelector):
+            del probes["full"]  # there is nothing that a window chooses
+        for number in range(STEPS):
+            for mixed in (False, True):
+                step = rows.step(number, mixed)
+                for what, probe in probes.items():
+                    probe.check(step, what)
+        probes["sparse"].check_keys()
+
+
+class Probe:
+    """Copies of a builder and of a layer of it, which serve the small cache.
+
+    Args:
+        builder: of the engine; it stays as it is.
+        name: of the layer.
+        rows: what there is to attend to.
+        pages: that are chosen; None: the layer is stock vLLM's.
+    """
+
+    def __init__(self, builder: Any, name: str, rows: TestRows, pages: int | None) -> None:
+        self.rows, self.layer = rows, builder.layers[name]
+        self.builder, self.impl = copy.copy(builder), copy.copy(builder.impls[name])
+        self.builder.settings = None if pages is None else rows.settings
+        self.builder.zones, self.builder.made = rows.zones, np.zeros(0, np.bool_)
+        self.impl.sparse, self.impl.looked = pages is not None, True
+        self.impl.counter = self.counts = Counts()
+        self.ranked: Ranked | None = None
+        if pages is not None:
+            self.impl.pages = pages
+            if isinstance(self.impl.selector, PageSelector):
+                self.impl.store = self.ranked = Ranked(self.impl.index_of(rows.cache))
+
+    def check(self, step: TestStep, what: str) -> None:
+        """ValueError where a step's output is not attention over the rows that the step names."""
+        rows, served, before = self.rows, None, self.counts.sparse
+        metadata = self.builder.build(0, step.common)
+        out = adapters.attended(self.impl, self.layer, step.query, step.keys, step.values, rows.cache, metadata)
+        if self.impl.sparse:
+            served = getattr(metadata, "served", None)
+            long = step.starts_of_long()
+            if served is None or served.tokens.tolist() != long or self.counts.sparse != before + len(long):
+                raise ValueError(f"a {what} step of {len(long)} long sequences does not serve them sparsely")
+        off = float((out.float() - rows.expected(step, self._named(step, served))).abs().max())
+        if not off <= TOLERANCE[rows.cache.dtype]:
+            raise ValueError(f"a {what} step is off from attention over the rows that it names by {off:.2g}")
+
+    def check_keys(self) -> None:
+        """ValueError where the keys that an index is made of are not those that were written."""
+        request, unit = self.rows.LONG[0], self.rows.zones.unit
+        entries = torch.arange(self.rows.lengths[request] // unit)
+        per = self.rows.block // unit
+        places = self.rows.blocks[request, entries // per].long() * per + entries % per
+        keys = BlockCache(self.rows.cache, self.impl.packing).keys(places, unit).transpose(1, 2).flatten(0, 1)
+        if not torch.equal(keys, self.rows.keys[request, : len(keys)]):
+            raise ValueError("keys read from the cache are not those that vLLM wrote")
+
+    def _named(self, step: TestStep, served: Any) -> list[Tensor]:
+        """`[Hs,S]` for each new row, the rows that its queries read; -1 for none."""
+        heads = self.rows.keys.shape[2]
+        places = None if served is None else self._places(served)
+        named: list[Tensor] = []
+        sparse = {} if served is None else {int(token): r for r, token in enumerate(served.tokens)}
+        for request, at in zip(step.requests, step.rows, strict=True):
+            for row in at.tolist():
+                if places is not None and len(named) in sparse:
+                    named.append(self.rows.rows_at(request, places[sparse[len(named)]], row + 1))
+                else:
+                    named.append(torch.arange(row + 1).expand(heads, -1))
+        return named
+
+    def _places(self, served: Any) -> Tensor:
+        """`[R,Hs,S]`: pages that a step reads, as places; -1 for none."""
+        always = served.always.long()[:, None]
+        if self.ranked is None:
+            return always.expand(-1, self.rows.keys.shape[2], -1)
+        top = best(self.ranked.last, self.impl.pages)  # [R,Hs,S]
+        per = self.rows.zones.unit // self.rows.zones.page
+        entry = served.table.long()[:, None].expand(-1, top.shape[1], -1).gather(2, top.clamp(min=0) // per)
+        return torch.cat([torch.where(top < 0, -1, entry * per + top % per), always.expand(-1, top.shape[1], -1)], 2)
+
+
+class Ranked:
+    """The index of a layer, whose scores are given as ranks: two pages with the same score would be chosen either way.
+
+    Args:
+        store: the index.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.last = torch.empty(0)  # what the last step chose by
+
+    def update(self, places: Tensor, keys: Tensor) -> None:
+        self.store.update(places, keys)
+
+    def scores(self, query: Tensor, table: Tensor) -> Tensor:
+        found = self.store.scores(query, table)
+        ranks = found.argsort(dim=-1, stable=True).argsort(-1).float()
+        self.last = ranks.masked_fill(found.isneginf(), -torch.inf)
+        return self.last
+
+
+class Counts:
+    """Counts of a layer that nobody serves by."""
+
+    def __init__(self) -> None:
+        self.sparse = 0
+
+    def add(self, layer: int, sparse_steps: int = 0, **others: int) -> None:
+        self.sparse += sparse_steps
