@@ -25,3 +25,10 @@ class Absent(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     return None if HERE else Absent.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Older vLLMs compile functions by a call of torch's that warns, when an engine is made."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"))

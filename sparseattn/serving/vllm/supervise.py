@@ -2,7 +2,7 @@
 
     python -IS supervise.py HOST PORT DRAIN COMMAND...
 
-vLLM 0.32 alone does not do that. While it starts, a SIGTERM may be lost, or its engine outlives it by up to half a
+vLLM alone does not do that. While it starts, a SIGTERM may be lost, or its engine outlives it by up to half a
 minute. Once it is up it ends well if it is given time (`--shutdown-timeout`).
 
 It is run by path and needs the standard library alone, as it stays as long as the server and should weigh nothing.
