@@ -14,6 +14,7 @@ if HERE:
     with warnings.catch_warnings():  # of its imports, which are its own affair; what tests cause stays an error
         warnings.simplefilter("ignore")
         from vllm import LLM  # noqa: F401
+        from vllm.model_executor.layers.attention import Attention  # noqa: F401
 
 
 class Absent(pytest.Module):

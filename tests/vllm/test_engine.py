@@ -92,6 +92,7 @@ def test_full_budget_is_stock_in_batches_that_mix_prefill_and_decoding(
     model = models(llama)
     expected = stock(model, **given)
     with engine(model, SPARSE, **given) as llm:
+        steps.clear()  # those of the self-test
         found = ask(llm, prompts(*LENGTHS), TOKENS)
     assert found.tokens == expected.tokens
     check_counts(found, full=True)
@@ -252,6 +253,7 @@ def test_layers_with_windows_stay_stock(models: Callable[..., Path], steps: list
     with engine(model, None, **given) as llm:
         expected = ask(llm, asked, TOKENS[:5])
     with engine(model, SPARSE, **given) as llm:
+        steps.clear()
         found = ask(llm, asked, TOKENS[:5])
         assert [layer.impl.sparse for layer in layers(llm).values()] == [False, False, False, True, True]
     assert found.tokens == expected.tokens

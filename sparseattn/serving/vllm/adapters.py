@@ -119,5 +119,5 @@ def attended(
 ) -> Tensor:
     """`[T,H*G,D]`: what a layer's `impl` makes of a step whose rows are in the cache."""
     output = torch.full_like(query, float("nan"))
-    impl.forward(layer, query, keys, values, cache, metadata, output)
+    impl.forward(layer, query, keys, values, cache, metadata, output=output)
     return output

@@ -88,16 +88,17 @@ class SparseCPUMetadata(CPUAttentionMetadata):
 
 
 class SparseCPUBuilder(CPUAttentionMetadataBuilder):
-    """Makes the tables of a step, once for all layers of a group."""
+    """Makes the tables of a step, once for all layers of a group. Of an engine that nobody asked to be sparse, nothing
+    beyond what vLLM's own does is called."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *more: Any, **named: Any) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, *more, **named)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.settings: Settings | None = None
         self.impls: dict[str, SparseCPUImpl] = {}
         self.sparse: list[SparseCPUImpl] = []
-        if (settings := settings_of(vllm_config)) is None:
+        if (settings := settings_of(self.vllm_config)) is None:
             return
-        self.layers = adapters.layers_of(vllm_config, layer_names)
+        self.layers = adapters.layers_of(self.vllm_config, self.layer_names)
         self.impls = {name: layer.impl for name, layer in self.layers.items() if isinstance(layer.impl, SparseCPUImpl)}
         self.block = adapters.block_rows(self)
         self.use(settings)
@@ -175,16 +176,15 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             sum(entries) * places / 2**20,
         )
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *more: Any, **named: Any
-    ) -> CPUAttentionMetadata:
-        stock = super().build(common_prefix_len, common_attn_metadata, *more, **named)
+    def build(self, *given: Any, **named: Any) -> CPUAttentionMetadata:
+        stock = super().build(*given, **named)
         if self.settings is None:
             return stock
+        common = next(one for one in (*given, *named.values()) if isinstance(one, CommonAttentionMetadata))
         self.written(stock)
         due, served = None, None
         if stock.max_seq_len > self.settings.above:
-            due, served = self._due(stock), self._served(stock, common_attn_metadata)
+            due, served = self._due(stock), self._served(stock, common)
         if due is None and served is None:
             return stock
         held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}

@@ -20,7 +20,7 @@ def settings_of(vllm_config: Any) -> Settings | None:
         ValueError: settings that `settings.parse` refuses, or an engine that cannot be served.
         Mismatch: a configuration that is not as this knows it, unless the settings say to serve as stock.
     """
-    settings = configured(vllm_config.additional_config)
+    settings = configured(getattr(vllm_config, "additional_config", None))
     if settings is None:
         return None
     if why := why_not_version():

@@ -10,6 +10,9 @@ from sparseattn.serving.vllm.defaults import STOCK
 logger = logging.getLogger("vllm.sparseattn")
 
 
+_said: set[str] = set()  # what this process has logged
+
+
 class Mismatch(ValueError):
     """An engine that is not as the plug-in knows it."""
 
@@ -27,7 +30,9 @@ def met(how: str, why: Exception) -> None:
     )
     if how != STOCK:
         raise Mismatch(f"{said}, or with --on-mismatch {STOCK}") from why
-    logger.error("sparseattn: %s. Served by vLLM's own attention, as --on-mismatch %s says", said, STOCK, exc_info=why)
+    if said not in _said:  # every layer of an engine may come here
+        _said.add(said)
+        logger.error("sparseattn: %s. Served as stock vLLM, as --on-mismatch %s says", said, STOCK, exc_info=why)
     counters.add_mismatch(said)
 
 
