@@ -46,9 +46,11 @@ style: .venv/dev
 # tests that look inside. For a CPU it pulls in what reads images and sound of the CUDA kind, whose import fails there.
 # `make vllm-all` adds those marked `slow`: a compiled model, and the CUDA backend under Triton's interpreter.
 # VERSION=0.28.0 takes that vLLM in place of the newest, in an environment of its own.
-.PHONY: vllm vllm-all
+.PHONY: vllm vllm-all vllm-environment
 VENV_VLLM = .venv-vllm$(if $(VERSION),-$(VERSION))
 PYTEST_VLLM = $(VENV_VLLM)/bin/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/vllm
+
+vllm-environment: $(VENV_VLLM)/made
 
 vllm: $(VENV_VLLM)/made
 	$(VENV_VLLM)/bin/python -m sparseattn models --fetch smollm2

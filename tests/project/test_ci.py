@@ -55,7 +55,8 @@ def made(clone: Path, **environment: str) -> str:
     known["PATH"] = f"{clone.parent / 'bin'}{os.pathsep}{known['PATH']}"
     done = subprocess.run([clone / ".ci" / "run"], env=known | environment, capture_output=True, text=True, check=True)
     *_, tests, served, documents = done.stdout.splitlines()
-    assert (served, documents) == ("made vllm", "made docs")
+    oldest = int(git(clone, "rev-parse", "HEAD")[6], 16) % 2
+    assert (served, documents) == (f"made vllm{' VERSION=0.27.1' * oldest}", "made docs")
     return tests.removeprefix("made ")
 
 

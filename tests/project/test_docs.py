@@ -158,7 +158,7 @@ def check(words: list[str]) -> None:
     """Subcommands, options, modules and targets that a command line names exist, and values are of their types."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
-    if words[0] == ".venv-vllm/bin/python":
+    if re.fullmatch(r"\.venv-vllm[-.0-9]*/bin/python", words[0]):
         words = ["python", *words[1:]]
     if words[0] == "torchrun":
         words = ["python", *words[words.index("-m") :]]
