@@ -113,6 +113,8 @@ class Lossless:
             the acceptance of this generation make best, 0 where drafts do not pay.
         rounding: two best scores that differ by less than this share of the best one are a tie; None: four units of
             the model's dtype.
+        streamer: told of the prompt and of each token, as `generate` tells one; None: nobody. Transformers hands its own
+            on to no `custom_generate`.
         settings: further ones of `SparseCache`.
 
     Attributes:
@@ -129,6 +131,7 @@ class Lossless:
         draft: int | str = "auto",
         *,
         rounding: float | None = None,
+        streamer: Any = None,
         **settings: Any,
     ) -> None:
         if draft != "auto" and (type(draft) is not int or not 0 <= draft <= MOST_DRAFTS):
@@ -136,7 +139,7 @@ class Lossless:
         if settings.get("sparse_from") is not None:
             raise ValueError("sparse_from has no meaning here: drafts alone are sparse")
         self.selector, self.budget, self.draft, self.rounding = selector, budget, draft, rounding
-        self.settings = settings
+        self.streamer, self.settings = streamer, settings
         self.stats: LosslessStats | None = None
 
     def __call__(
@@ -147,10 +150,10 @@ class Lossless:
         stopping_criteria: Any,
         generation_config: Any,
         synced_gpus: bool = False,
-        streamer: Any = None,
+        tokenizer: Any = None,
         **inputs: Any,
     ) -> Tensor:
-        """Generate, as `model.generate` calls it. See `Lossless`.
+        """Generate, as `model.generate` calls it; it makes the `stop_strings` of a `tokenizer` stopping criteria.
 
         Raises:
             ValueError: what `generate` was asked for beside greedy decoding and sampling; a cache that is neither empty
@@ -158,7 +161,7 @@ class Lossless:
         """
         check_request(generation_config, inputs, synced_gpus)
         rules = Rules(logits_processor, stopping_criteria, bool(generation_config.do_sample))
-        request = _Request(input_ids, rules, generation_config, streamer, inputs.get("attention_mask"))
+        request = _Request(input_ids, rules, generation_config, self.streamer, inputs.get("attention_mask"))
         request.positions = inputs.get("position_ids")
         given = cache_in(inputs)
         if isinstance(given, SparseCache):
@@ -179,6 +182,8 @@ class Lossless:
         self.stats, before = loop.stats, cache.sparse_from
         try:
             new, positions = request.new(cache.get_seq_length())
+            if request.streamer is not None:
+                request.streamer.put(request.ids.cpu())
             loop.prefill(new, request.mask, positions, request.config.prefill_chunk_size)
             loop.run()
             loop.settle(request.columns, request.mask)
@@ -209,6 +214,7 @@ def generate_lossless(
     *,
     rounding: float | None = None,
     cache: SparseCache | None = None,
+    streamer: Any = None,
     settings: dict[str, Any] | None = None,
     **options: Any,
 ) -> LosslessOutput:
@@ -217,16 +223,16 @@ def generate_lossless(
     Args:
         model: of transformers, in eval mode.
         ids: `[B,T]` prompts.
-        selector, budget, draft, rounding: see `Lossless`.
+        selector, budget, draft, rounding, streamer: see `Lossless`.
         cache: a `SparseCache` of this model, which holds earlier turns and keeps this one, instead of `selector` and
             `budget`.
         settings: of the `SparseCache` that is made, such as `{"sink": 4}`.
-        options: of `model.generate`, such as `attention_mask`, `max_new_tokens`, `do_sample`, `streamer`.
+        options: of `model.generate`, such as `attention_mask`, `max_new_tokens`, `do_sample`.
 
     Raises:
         ValueError, ModelError: see `Lossless` and `SparseCache`.
     """
-    custom = Lossless(selector, budget, draft, rounding=rounding, **(settings or {}))
+    custom = Lossless(selector, budget, draft, rounding=rounding, streamer=streamer, **(settings or {}))
     options.setdefault("attention_mask", torch.ones_like(ids))
     if cache is not None:
         options["cache"] = cache

@@ -51,8 +51,8 @@ def check_cache(cache: SparseCache) -> None:
                 )
             if part.rows.codec is not None:
                 raise ValueError(
-                    f"layer {index}: rows={part.rows.codec} keeps rounded rows, and full attention over these is not the "
-                    f" model's own: leave rows out"
+                    f"layer {index}: rows={part.rows.codec} keeps rounded rows, and full attention over these is not "
+                    f"the model's own: leave rows out"
                 )
     for index, layer in enumerate(cache.layers):
         croppable = getattr(layer, "is_croppable", True)
@@ -61,6 +61,6 @@ def check_cache(cache: SparseCache) -> None:
         if not croppable:
             raise ModelError(
                 f"layer {index} of {name_of(cache.model)} keeps a state that does not go back "
-                f"({type(layer).__name__}), so rejected drafts would stay in it: lossless drafts need layers that crop, "
-                f"and for sliding windows transformers 5.23 or later"
+                f"({type(layer).__name__}), so rejected drafts would stay in it: lossless drafts need layers that "
+                f"crop, and for sliding windows transformers 5.23 or later"
             )

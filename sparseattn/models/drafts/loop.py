@@ -200,19 +200,23 @@ class DraftLoop:
         """
         self._room(max(self.ends) + tokens.shape[1])
         ties = None if self.rules.sample else near(scores, self.rounding).tolist()
-        took = []
-        for b, limit in enumerate(limits):
-            count = 0
-            while count < limit and not self.done[b]:
-                if ties is not None and ties[b][count]:
+        took = [0] * len(limits)
+        for column in range(max(limits)):
+            going = [b for b, limit in enumerate(limits) if column < limit and not self.done[b]]
+            if not going:
+                break
+            self.ids[going, [self.ends[b] for b in going]] = tokens[going, column]
+            for b in going:
+                if ties is not None and ties[b][column]:
                     self.stats.ties.append((b, self.ends[b] - self.prompt))
-                self.ids[b, self.ends[b]] = tokens[b, count]
-                self.ends[b] += 1
                 if self.streamer is not None:
-                    self.streamer.put(tokens[b : b + 1, count].cpu())
-                self.done[b] = self.rules.stops(self.ids[b : b + 1, : self.ends[b]])
-                count += 1
-            took.append(count)
+                    self.streamer.put(tokens[b : b + 1, column].cpu())
+                self.ends[b] += 1
+                took[b] += 1
+            for end in {self.ends[b] for b in going}:
+                stopped = self.rules.stops(self.ids[:, :end])
+                for b in going:
+                    self.done[b] = self.done[b] or (self.ends[b] == end and stopped[b])
         return took
 
     def _room(self, tokens: int) -> None:

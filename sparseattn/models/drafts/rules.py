@@ -13,10 +13,10 @@ from sparseattn.models.drafts.rejection import accept_greedy, accept_sampled
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """How tokens are chosen.
+    """How tokens are chosen. What `generate` makes for a batch is given the whole batch, cut where a sequence ends.
 
     Args:
-        processors: of logits, as `generate` makes them; each is given one sequence at a time.
+        processors: of logits, as `generate` makes them.
         criteria: of stopping, likewise.
         sample: whether tokens are drawn; else the best is taken.
     """
@@ -36,11 +36,12 @@ class Rules:
         logits = logits.float()
         if not len(self.processors):
             return logits
-        rows = []
-        for b, end in enumerate(ends):
-            steps = range(logits.shape[1])
-            rows.append(torch.cat([self.processors(ids[b : b + 1, : end + j], logits[b : b + 1, j]) for j in steps]))
-        return torch.stack(rows)
+        scores = torch.empty_like(logits)
+        for end in sorted(set(ends)):
+            which = [b for b, own in enumerate(ends) if own == end]
+            for j in range(logits.shape[1]):
+                scores[which, j] = self.processors(ids[:, : end + j], logits[:, j].clone())[which]
+        return scores
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a token for each sequence of scores `[B,V]`, `[B]`, and the probabilities it was drawn from, if so."""
@@ -62,9 +63,10 @@ class Rules:
         target = scores.softmax(-1)
         return accept_sampled(drafts, torch.stack(proposed, 1) if proposed else target[:, :0], target)
 
-    def stops(self, ids: Tensor) -> bool:
-        """Return whether a sequence `[1,T]` ends with its last token."""
-        return bool(self.criteria(ids, None).all())
+    def stops(self, ids: Tensor) -> list[bool]:
+        """Return which sequences of `[B,T]` would end with the last token."""
+        stopped: list[bool] = self.criteria(ids, None).tolist()
+        return stopped
 
 
 def near(scores: Tensor, rounding: float) -> Tensor:
