@@ -93,6 +93,7 @@ class Auto(DraftLength):
             self._wait, self._waited = min(2 * self._wait, LONGEST_WAIT), 0
             self._plan = [PROBE]
             return PROBE
+        self._waited += 1
         return 0
 
     def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
@@ -103,7 +104,6 @@ class Auto(DraftLength):
             self._hits = FADE * self._hits + sum(accepted)
             self._tries = FADE * self._tries + sum(min(count + 1, drafts) for count in accepted)
         self._since = self._since + 1 if drafts else 0
-        self._waited += not drafts
         if (drafts > 0) not in self._warm:
             self._warm.add(drafts > 0)
             return
