@@ -113,8 +113,8 @@ class Lossless:
             the acceptance of this generation make best, 0 where drafts do not pay.
         rounding: two best scores that differ by less than this share of the best one are a tie; None: four units of
             the model's dtype.
-        streamer: told of the prompt and of each token, as `generate` tells one; None: nobody. Transformers hands its own
-            on to no `custom_generate`.
+        streamer: told of the prompt and of each token, as `generate` tells one; None: nobody. transformers hands its
+            own on to no `custom_generate`.
         settings: further ones of `SparseCache`.
 
     Attributes:
@@ -177,7 +177,7 @@ class Lossless:
     def _generate(self, model: Any, cache: SparseCache, request: _Request) -> Tensor:
         check_cache(cache)
         rounding = ROUNDING * torch.finfo(model.dtype).eps if self.rounding is None else self.rounding
-        length = self._length(model, cache, len(request.ids))
+        length = self._length(cache, len(request.ids))
         loop = DraftLoop(model, cache, request.ids, request.rules, length, rounding, request.streamer)
         self.stats, before = loop.stats, cache.sparse_from
         try:
@@ -193,16 +193,20 @@ class Lossless:
             request.streamer.end()
         return loop.tokens(request.pad)
 
-    def _length(self, model: Any, cache: SparseCache, batch: int) -> DraftLength:
-        if self.draft != "auto":
-            return Fixed(int(self.draft))
-        weights = sum(part.nbytes for part in model.parameters())
-        rows = sum(
-            2 * what.heads * what.size * model.dtype.itemsize
-            for index, what in cache.prepared.layers.items()
-            if index in cache.sparse_layers
-        )
-        return Auto(batch * rows / weights)
+    def _length(self, cache: SparseCache, batch: int) -> DraftLength:
+        return auto_length(cache, batch) if self.draft == "auto" else Fixed(int(self.draft))
+
+
+def auto_length(cache: SparseCache, batch: int) -> Auto:
+    """Return what chooses the number of drafts for `batch` sequences in a cache, by its model's sizes and the clock."""
+    model = cache.model
+    weights = sum(part.nbytes for part in model.parameters())
+    rows = sum(
+        2 * what.heads * what.size * model.dtype.itemsize
+        for index, what in cache.prepared.layers.items()
+        if index in cache.sparse_layers
+    )
+    return Auto(batch * rows / weights)
 
 
 def generate_lossless(

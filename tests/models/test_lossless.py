@@ -205,7 +205,7 @@ BEYOND = {6: 22.46, 15: 37.70}  # chi-squared that 1 in 1,000 samples goes beyon
 
 @pytest.mark.parametrize("sequences", [300, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_samples_of_a_model_are_distributed_as_full_attentions(sequences: int) -> None:
-    """Of 15,000 draws, or 10^5, each token is drawn as often as full attention's probabilities, summed over all draws, tell.
+    """Of 15,000 draws, or 10^5, each token is drawn as often as full attention's probabilities, added up, tell.
 
     Those of a sparse step tell otherwise, by far: so the test can fail.
     """
@@ -364,11 +364,11 @@ def test_refusals(llama: Any, given: dict[str, Any], sentence: str) -> None:
 
 def test_caches_that_cannot_go_back_are_refused(llama: Any) -> None:
     custom = Lossless("quest:page=4", 8, 2)
-    with pytest.raises(ValueError, match="keep their rows in a SparseCache.* got a DynamicCache"):
+    with pytest.raises(ValueError, match=r"keep their rows in a SparseCache.* got a DynamicCache"):
         llama.generate(prompt(61), custom_generate=custom, max_new_tokens=4, **cache_argument(_full(llama)))
     with SparseCache(llama, "quest:page=4", 8, dense_layers=1, **SMALL) as cache:
         cache.layers[0].is_croppable = False
-        with pytest.raises(ModelError, match="layer 0 .* keeps a state that does not go back"):
+        with pytest.raises(ModelError, match=r"layer 0 .* keeps a state that does not go back"):
             lossless(llama, whole(prompt()), None, None, 2, cache=cache)
 
 

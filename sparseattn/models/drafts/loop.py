@@ -74,13 +74,18 @@ class DraftLoop:
             seen = None if mask is None else mask[:, : held + stop]
             logits = self._forward(ids[:, start:stop], seen, positions[:, start:stop], 1)
         self.cache.activate_past_recording()
-        self.at = positions[:, -1].cpu() + 1
         self.stats.prefill_seconds = time.perf_counter() - started
         scores = self.rules.scores(self.ids, self.ends, logits)
         token, _ = self.rules.choose(scores[:, 0])
-        self._emit(token[:, None], [1] * len(self.ends), scores)
+        self.begin(token[:, None], positions[:, -1].cpu() + 1, scores)
+
+    def begin(self, token: Tensor, at: Tensor, scores: Tensor) -> None:
+        """Go on from the first token `[B,1]`, at position `at` `[B]`, chosen by scores `[B,1,V]`."""
+        self.at = at
+        self._emit(token, [1] * len(self.ends), scores)
         self.owing = list(self.done)
 
+    @torch.no_grad()
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, keep: int) -> Tensor:
         return self.model(
             input_ids=ids,
@@ -119,14 +124,15 @@ class DraftLoop:
         """Generate until every sequence has stopped."""
         started = time.perf_counter()
         while not all(self.done):
-            self._round()
+            self.round()
         stats = self.stats
         measured = stats.draft_seconds + stats.verify_seconds + stats.dense_seconds
         stats.other_seconds = time.perf_counter() - started - measured
         stats.tokens = sum(self.ends) - self.prompt * len(self.ends)
         stats.reason = self.length.reason
 
-    def _round(self) -> None:
+    def round(self) -> None:
+        """Draft, check, and go on by what was accepted and one more token."""
         active = [b for b, done in enumerate(self.done) if not done]
         count = self.length.next(self.cache._tokens())
         if self.most is not None:
