@@ -37,14 +37,13 @@ from benchmarks.records import RESULTS
 from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.values import integers
 from sparseattn.cost_model.environment import machine, versions
+from sparseattn.models.drafts.blocks import advance, loop_behind
 from sparseattn.models.drafts.length import DraftLength, Fixed
 from sparseattn.models.drafts.loop import DraftLoop
-from sparseattn.models.drafts.rules import Rules
-from sparseattn.models.drafts.stats import LosslessStats
 from sparseattn.models.load import encode, load_model
 from sparseattn.models.lossless import auto_length
 from sparseattn.models.prefill import Prefill
-from sparseattn.models.sparse_cache import SparseCache, restore
+from sparseattn.models.sparse_cache import restore
 from sparseattn.models.transformers_classes import DynamicCache
 from sparseattn.traces.texts import read_named
 from sparseattn.utils.devices import usable_device
@@ -91,42 +90,6 @@ class Turn:
     verify_seconds: list[float] = field(default_factory=list)
 
 
-class Loose(DraftLength):
-    """A number of drafts that is set from outside."""
-
-    drafts = 0
-
-    def next(self, context: int) -> int:
-        """Return the number."""
-        return self.drafts
-
-    def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
-        """Learn nothing."""
-
-
-def endless(_: Tensor, scores: object) -> Tensor:
-    """A stopping criterion that never stops."""
-    return torch.zeros(1, dtype=torch.bool)
-
-
-def loop_behind(prefill: Prefill, model: Any, cache: SparseCache, ids: Tensor, length: DraftLength) -> DraftLoop:
-    """A greedy loop behind a prefilled prompt, whose first token is chosen."""
-    loop = DraftLoop(model, cache, ids, Rules([], endless, False), length, 0.0)
-    first = prefill.logits.argmax(-1, keepdim=True)
-    loop.begin(first, torch.tensor([ids.shape[1]]), prefill.logits[:, None].float())
-    cache.activate_past_recording()
-    return loop
-
-
-def advance(loop: DraftLoop, tokens: int) -> tuple[float, int, LosslessStats]:
-    """Let a loop make at least so many tokens; return the seconds, how many there were, and what ran."""
-    loop.stats = LosslessStats()
-    before, started = loop.ends[0], time.perf_counter()
-    while loop.ends[0] < before + tokens:
-        loop.round()
-    return time.perf_counter() - started, loop.ends[0] - before, loop.stats
-
-
 class Bench:
     """All ways behind one prompt.
 
@@ -138,20 +101,20 @@ class Bench:
     """
 
     def __init__(self, model: Any, prefill: Prefill, ids: Tensor, options: argparse.Namespace) -> None:
-        self.model, self.prefill, self.ids, self.options = model, prefill, ids, options
+        self.prefill, self.ids, self.options = prefill, ids, options
         self.settings = {"sink": options.sink, "window": options.window, "seal": options.seal}
         self.room = ids.shape[1] + 4096
         models = {name: with_attention(options.plain, name) for name in ("sdpa", "eager")}
         self.dense = [way for way in dense_ways(prefill, models, self.room) if way.name in options.dense]
         self.next = {way.name: int(prefill.logits.argmax()) for way in self.dense}
-        self.loops = {spec: self._loop(spec, Loose()) for spec in options.selector}
+        self.loops = {spec: self._loop(spec, Fixed(0)) for spec in options.selector}
         self.turns = [Turn(way.name) for way in self.dense] + [Turn(IN_PLACE, options.selector[0], 0)]
         for spec in options.selector:
             self.turns += [Turn(f"{spec}, {count}", spec, count) for count in options.draft]
 
     def _loop(self, spec: str, length: DraftLength) -> DraftLoop:
         cache = self.prefill.cache(spec, self.options.budget, capacity=self.room, **self.settings)
-        return loop_behind(self.prefill, self.model, cache, self.ids, length)
+        return loop_behind(self.prefill, cache, self.ids, length)
 
     def warm(self) -> None:
         """Run what compiles code and builds indexes."""
@@ -183,8 +146,9 @@ class Bench:
     def _draft(self, turn: Turn) -> None:
         loop = self.loops[turn.selector]
         loop.length.drafts = turn.draft  # type: ignore[attr-defined]
-        seconds, tokens, stats = advance(loop, self.options.block)
-        turn.rounds.append(seconds / tokens)
+        block = advance(loop, self.options.block)
+        stats = block.stats
+        turn.rounds.append(block.seconds / block.tokens)
         turn.drafted += stats.drafted
         turn.accepted += stats.accepted
         checks = sum(stats.rounds.values())
@@ -199,17 +163,17 @@ class Bench:
         plain.length.drafts = 0  # type: ignore[attr-defined]
         pairs, chosen, drafted, accepted = [], dict[int, int](), 0, 0
         for _ in range(self.options.auto // self.options.auto_block):
-            mine, count, stats = advance(loop, self.options.auto_block)
-            theirs, others, _ = advance(plain, self.options.auto_block)
-            pairs.append((mine, count, theirs, others))
-            for drafts, rounds in stats.rounds.items():
+            mine, theirs = (advance(which, self.options.auto_block) for which in (loop, plain))
+            pairs.append((mine, theirs))
+            for drafts, rounds in mine.stats.rounds.items():
                 chosen[drafts] = chosen.get(drafts, 0) + rounds
-            drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
-        mine_token = sum(pair[0] for pair in pairs) / sum(pair[1] for pair in pairs)
-        plain_token = sum(pair[2] for pair in pairs) / sum(pair[3] for pair in pairs)
+            drafted, accepted = drafted + mine.stats.drafted, accepted + mine.stats.accepted
+        mine_token, plain_token = (
+            sum(pair[i].seconds for pair in pairs) / sum(pair[i].tokens for pair in pairs) for i in range(2)
+        )
         return {
             "selector": spec,
-            "tokens": sum(pair[1] for pair in pairs),
+            "tokens": sum(pair[0].tokens for pair in pairs),
             "rounds": {str(drafts): rounds for drafts, rounds in sorted(chosen.items())},
             "drafted": drafted,
             "accepted": accepted,
