@@ -28,7 +28,7 @@ from sparseattn.kernels.page_directions import gpu as page_directions_gpu
 from sparseattn.kernels.page_directions.reference import Form
 from sparseattn.kernels.product_codes import gpu as product_codes_gpu
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
-from sparseattn.kernels.quantized_keys import packing
+from sparseattn.kernels.quantized_keys import gpu_listed, packing
 from sparseattn.kernels.topk import gpu as topk_gpu
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -222,12 +222,12 @@ def compile_lowbit_ahead(
             _compile(group_vote_gpu.vote_softmax, arguments, vote_constants, vote_options, arch, row_bytes=4 * group)
         )
     each = group if vote == "each" else 1
-    constants, options = quantized_keys_gpu.launch_listed(dtype.itemsize, size, group // each, each, bits, rows)
+    constants, options = gpu_listed.launch_listed(dtype.itemsize, size, group // each, each, bits, rows)
     arguments = [*inputs, "*i1", "*i64", "*fp32", "i32", "i32", "i32", "i32", "fp32", *steps]
     tile_bytes = constants["BLOCK"] * constants["BLOCK_W"]
     return [
         *found,
-        _compile(quantized_keys_gpu.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes),
+        _compile(gpu_listed.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes),
     ]
 
 

@@ -228,7 +228,7 @@ def compile_a_launch() -> Rows:
     from sparseattn.kernels.product_codes import gpu as product_codes_gpu
     from sparseattn.kernels.product_codes.codes import ProductCodes
     from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
-    from sparseattn.kernels.quantized_keys import packing
+    from sparseattn.kernels.quantized_keys import gpu_listed, packing
     from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
     from sparseattn.kernels.topk import gpu as topk_gpu
 
@@ -256,7 +256,8 @@ def compile_a_launch() -> Rows:
             (bucket_spans_gpu, ["cut_runs"]),
             (listed_scores_gpu, ["score_listed"]),
             (product_codes_gpu, ["sum_rows", "below_tops"]),
-            (quantized_keys_gpu, ["score_rows", "score_listed_rows"]),
+            (quantized_keys_gpu, ["score_rows"]),
+            (gpu_listed, ["score_listed_rows"]),
             (page_directions_gpu, ["score_directions"]),
             (attend_quantized_gpu, ["attend_codes"]),
         ):
