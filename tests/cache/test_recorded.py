@@ -69,6 +69,7 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
         # Interpreted, lowbit's kernels take a minute here; tests/kernels/test_quantized_keys_gpu.py has them.
         for module, name, same in (
             (quantized_keys_gpu, "scores", quantized_keys.scores),
+            (quantized_keys_gpu, "listed_logits", quantized_keys.listed_logits),
             (gpu_listed, "listed_logits", quantized_keys.listed_logits),
         ):
             patch.setattr(module, name, recording.opaque(functools.partial(same, impl="torch")))
