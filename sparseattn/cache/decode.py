@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
-from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.kernels.attend.dispatch import attend, attend_stored
 from sparseattn.kernels.attend.merge import merge, share
 
 CODED: dict[str | None, str] = {"reference": "torch", "gather": "torch"}  # what attends to rows that a codec keeps
@@ -111,7 +111,7 @@ def _attend_parts(
         out, lse, weights = attend(query, keys, values, selection, bounds, scale=scale, impl=impl, weights=True)
         parts.append((out, lse))
     else:
-        parts.append(attend(query, keys, values, selection, bounds, scale=scale, impl=impl))
+        parts.append(attend_stored(query, keys, values, selection, bounds, scale=scale, impl=impl))
     tail = search.tail(query, selection) if search.abilities.tail else None
     if tail is None:
         return parts, weights

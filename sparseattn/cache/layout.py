@@ -58,6 +58,21 @@ class Zones:
             first = row
         return first
 
+    def next_row(self) -> tuple[int, int] | None:
+        """The physical row where one more token of every sequence lies, and its position; None where these differ, or
+        some sequence fills its sink yet."""
+        sink, held, following = self.sink, set(), self.next[0]
+        for count, sealed, position in zip(self.count, self.sealed, self.next, strict=True):
+            if count < sink or position != following:
+                return None
+            held.add(count - sealed)
+        return (self.start - sink + held.pop(), following) if len(held) == 1 else None
+
+    def add_one(self) -> None:
+        """Counts one more real row of every sequence, at the next position."""
+        self.count = [count + 1 for count in self.count]
+        self.next = [position + 1 for position in self.next]
+
     def due(self, keep: int, seal: int, span: int) -> list[int]:
         """Rows to seal now, whole spans: all but the newest `keep`, once `seal` rows wait in some sequence.
 
