@@ -99,6 +99,8 @@ def _attend_parts(
     stored, search, weights, parts = cache.stored, cache.search, None, []
     if apart and cache.codec is None:
         keys, values, bounds = *stored.sealed_rows(), stored.sealed_bounds
+    elif impl is None and not query.is_cuda:  # rows behind the newest may hold anything, and views cost
+        keys, values, bounds = stored.keys.full, stored.values.full, stored.bounds
     else:
         keys, values, bounds = stored.keys.visible, stored.values.visible, stored.bounds
     if cache.codec is not None:

@@ -61,12 +61,13 @@ class Zones:
     def next_row(self) -> tuple[int, int] | None:
         """The physical row where one more token of every sequence lies, and its position; None where these differ, or
         some sequence fills its sink yet."""
-        sink, held, following = self.sink, set(), self.next[0]
-        for count, sealed, position in zip(self.count, self.sealed, self.next, strict=True):
-            if count < sink or position != following:
-                return None
-            held.add(count - sealed)
-        return (self.start - sink + held.pop(), following) if len(held) == 1 else None
+        counts, sealed, following = self.count, self.sealed, self.next
+        waiting = counts[0] - sealed[0]
+        if len(counts) > 1 and (
+            len(set(following)) > 1 or any(count - old != waiting for count, old in zip(counts, sealed, strict=True))
+        ):
+            return None
+        return None if min(counts) < self.sink else (self.start - self.sink + waiting, following[0])
 
     def add_one(self) -> None:
         """Counts one more real row of every sequence, at the next position."""

@@ -152,7 +152,7 @@ def attend(
     sink, sealed, end = bounds.sink.contiguous(), bounds.sealed.contiguous(), bounds.rows.contiguous()
     table = _own_blocks(batch) if block_table is None else block_table.contiguous().numpy()
     bias = no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots)
-    out, lse = query.new_empty(query.shape), torch.empty(batch, heads, group)
+    out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(batch, heads, group)
     recent = max(map(operator.sub, end.tolist(), sealed.tolist()), default=0)
     rows = slots * span + bounds.base + max(recent, 0)
     with ONE_AT_A_TIME:

@@ -132,11 +132,12 @@ def _voted(
     """Return the group's vote on `count` pages, whose bounds and validity lie as `_page_scores` takes them."""
     batch, heads, share, size = query.shape
     each, summed = group in ("each", "softmax"), group == "sum"  # the bound is linear in halves
-    query, out = query.contiguous(), torch.empty(batch, heads, share if each else 1, count)
+    query, lists = query.contiguous(), share if each else 1
+    out = torch.empty(batch, heads * lists, count)
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else share) * size * count, alone)
         _page_scores(
             (*address_of(query), share, size, np.float32(temperature)), low, high, pages, (summed, each),
-            (out.data_ptr(), tuple(out.shape)),
+            (out.data_ptr(), (batch, heads, lists, count)),
         )  # fmt: skip
-    return vote_softmax(out) if group == "softmax" else out.flatten(1, 2)
+    return vote_softmax(out.unflatten(1, (heads, share))) if group == "softmax" else out
