@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -184,16 +184,25 @@ def compile_directions_ahead(
     return _compile(page_directions_gpu.score_directions, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
+class FewBits(NamedTuple):
+    """How `lowbit` keeps keys: bits of a code, rows of a group, and bits of a level."""
+
+    bits: int = 2
+    rows: int = 64
+    scales: int = 16
+
+
+LOWBIT = FewBits()
+
+
 def compile_lowbit_ahead(
     dtype: torch.dtype,
     size: int,
     group: int,
-    bits: int = 2,
-    rows: int = 64,
+    form: FewBits = LOWBIT,
     page: int = 1,
     vote: str = "softmax",
     arch: int = 90,
-    scales: int = 16,
     table: bool = False,
 ) -> list[Compiled]:
     """As `compile_ahead`, for `lowbit`: scores of every row (two kernels for "softmax"), then those of listed pages.
@@ -202,6 +211,7 @@ def compile_lowbit_ahead(
 
     Levels of 16 bits are of the dtype, and bfloat16 for float32, as the selector keeps them.
     """
+    bits, rows, scales = form
     constants, options = quantized_keys_gpu.launch(dtype.itemsize, size, group, vote, bits, rows, page)
     element, softmax = ELEMENT[dtype], vote == "softmax"
     kept = "*bf16" if dtype == torch.float32 else element

@@ -157,7 +157,8 @@ def compile_all(arch: int) -> Rows:
         keep("score_listed", found, dtype=dtype, D=size, G=group)
     for dtype, size, group, bits, each, page, vote, scales, table in LOWBIT:
         kind = getattr(torch, dtype)
-        built = triton_ahead.compile_lowbit_ahead(kind, size, group, bits, each, page, vote, arch, scales, table)
+        form = triton_ahead.FewBits(bits, each, scales)
+        built = triton_ahead.compile_lowbit_ahead(kind, size, group, form, page, vote, arch, table)
         names = ["score_rows", *["vote_softmax"] * (vote == "softmax"), "score_listed_rows"]
         for name, found in zip(names, built, strict=True):
             what = {"dtype": dtype, "D": size, "G": group, "bits": bits, "rows": each, "page": page, "vote": vote}
