@@ -17,7 +17,7 @@ from sparseattn.cli.command import say
 from sparseattn.cli.inputs import open_model, open_texts
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.recommend_options import RecommendOptions
-from sparseattn.cli.recommend_plan import MADE, keep, make_plan, mean, record_origin, settings_of
+from sparseattn.cli.recommend_plan import MADE, Configuration, keep, make_plan, mean, record_origin, settings_of
 from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.machine import Machine
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
@@ -117,27 +117,13 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         options,
         settings,
         _full_cost(layers, found.choices),
-        found.proposal,
-        found.objective,
-        found.rounds,
-        found.verified,
+        found,
         time.monotonic() - begun,
         records.of(MADE),
         instead,
     )
     keep(records, plan)
     return Recommendation(plan, layers, found.choices, found.proposal, found.objective, found.rounds, options.vllm)
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """A configuration that keeps the bound, as in `Recommendation`, and what the held-out windows said of it."""
-
-    objective: Objective
-    choices: dict[int, list[LayerOption]]
-    proposal: Proposal
-    verified: list[dict[str, Any]]
-    rounds: list[dict[str, Any]]
 
 
 def _found(
@@ -148,14 +134,14 @@ def _found(
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     objective: Objective,
-) -> _Found:
+) -> Configuration:
     """Choose and verify what has little of the objective; NoPlanError where nothing keeps the bound."""
     choices = _choices(layers, means, groups, objective)
     families = _families(choices) if options.vllm else [choices]
-    return _Found(objective, choices, *_verified(options, trials, every, layers, families, objective))
+    return Configuration(objective, choices, *_verified(options, trials, every, layers, families, objective))
 
 
-def _by_bytes(none: NoPlanError, looking: Callable[[], _Found]) -> _Found:
+def _by_bytes(none: NoPlanError, looking: Callable[[], Configuration]) -> Configuration:
     """Return what keeps the bound and reads fewer bytes; NoPlanError with both reasons where nothing does either."""
     try:
         return looking()
@@ -163,7 +149,7 @@ def _by_bytes(none: NoPlanError, looking: Callable[[], _Found]) -> _Found:
         raise NoPlanError(f"{none} By bytes read, {either} {ADVICE}") from None
 
 
-def _predicted_time(found: _Found, layers: Sequence[Layer], wanted: Predicted) -> str:
+def _predicted_time(found: Configuration, layers: Sequence[Layer], wanted: Predicted) -> str:
     """Say what a configuration costs by what was wanted."""
     cost = full = 0.0
     for layer in layers:

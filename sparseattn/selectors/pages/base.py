@@ -46,6 +46,7 @@ class PageSelector(EstimatesMass, Selector):
     """
 
     entry_names: tuple[str, ...] = ()
+    _shown: tuple[Tensor, Entries, Tensor] | None = None
     mass: bool = False
     kernel: str = "bounds"
 
@@ -144,12 +145,12 @@ class PageSelector(EstimatesMass, Selector):
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if budget < self.page:
             self._refuse(budget)
-        return self._best(self.scores(query, self._entries(), self.valid_entries(step.valid)), budget)
+        return self._best(self.scores(query, *self._entries_of(step.valid)), budget)
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
         if budget < self.page:
             self._refuse(budget)
-        logits = self.page_logits(query, self._entries(), self.valid_entries(step.valid))
+        logits = self.page_logits(query, *self._entries_of(step.valid))
         selection = self._best(vote(logits, self.group), budget)
         return Weighed.of(self.counted(selection, query, step, budget), self.fitted(logits), self.page)
 
@@ -203,6 +204,20 @@ class PageSelector(EstimatesMass, Selector):
 
     def _entries(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).visible for name in self.entry_names}
+
+    def _entries_of(self, valid: Tensor) -> tuple[Entries, Tensor]:
+        """What `scores` takes: the entries and which are real, by the rows `[B,N]` bool that are no padding.
+
+        Both are made once for each seal, behind which `valid` is another tensor; in storage of a fixed size it is not.
+        """
+        if self._shown is None or self._shown[0] is not valid or self.fixed_for_cache:
+            self._shown = valid, self._entries(), self.valid_entries(valid)
+        _, entries, real = self._shown
+        return entries, real
+
+    def _forget_views(self) -> None:
+        super()._forget_views()
+        self._shown = None
 
     def valid_entries(self, valid: Tensor) -> Tensor:
         """What `scores` takes as `real`, of the rows `[B,N]` bool that are no padding, which comes in whole entries."""
