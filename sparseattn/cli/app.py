@@ -16,9 +16,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import sparseattn
+from sparseattn.cli.help_groups import grouped
 
 # A command NAME is the function `run` of NAME.py in this folder, its options and its help are in NAME_options.py. What
-# stands here is its line in `sparseattn --help`, where commands are in groups.
+# stands here is its line in `sparseattn --help`, where commands are in groups. GROUPS of the options are in its help.
 GROUPS = {
     "Compare methods": {
         "bench": "Compare methods with full attention, step by step, at the end of traces.",
@@ -111,7 +112,8 @@ def load(name: str) -> Any:
     options = getattr(module, f"{name.title().replace('-', '')}Options")
     command = _imported(name, "command").command
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    register = alone.command(name, context_settings=getattr(module, "CONTEXT", None))
+    made = grouped(getattr(module, "GROUPS", {}))
+    register = alone.command(name, cls=made, context_settings=getattr(module, "CONTEXT", None))
     register(command(options, lambda given: _imported(name, file).run(given)))
     return typer.main.get_command(alone)
 

@@ -39,7 +39,7 @@ for arguments in ([], *([name] for name in COMMANDS)):
     done = CliRunner().invoke(app, [*arguments, "--help"])
     assert done.exit_code == 0, done.output
     assert arguments or all(name in done.output for name in COMMANDS)
-    assert arguments or not [name for name in sys.modules if name.startswith("sparseattn.cli.") and name[15:] != "app"]
+    assert arguments or not [name for name in sys.modules if name.startswith("sparseattn.cli.") and name[15:] not in ("app", "help_groups")]
     assert not HEAVY & set(sys.modules), (arguments, HEAVY & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -86,6 +86,15 @@ def test_help_is_in_groups_and_names_no_methods() -> None:
     for name in COMMANDS:
         words = set(re.findall(r"\w+", run(name, "--help").output))
         assert len(words & set(SELECTORS)) < len(SELECTORS) / 3, name
+
+
+@pytest.mark.parametrize("name", ["bench", "eval", "recommend", "serve"])
+def test_each_option_of_a_long_help_is_in_one_group(name: str) -> None:
+    groups = importlib.import_module(f"sparseattn.cli.{name}_options").GROUPS
+    options = [one.name for one in load(name).params if one.param_type_name == "option" and one.name != "help"]
+    assert sorted(option for group in groups.values() for option in group) == sorted(options)
+    titles = re.findall(r"^(\w.*):$", run(name, "--help").output, re.M)
+    assert [title for title in titles if title != "Arguments"] == [*groups, "Options"]
 
 
 def test_defaults_in_help_are_as_one_types_them() -> None:
