@@ -48,6 +48,7 @@ GROUPS = {
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 UsageError: Any = typer.BadParameter.__base__  # of click, which newer versions of typer hold inside
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended
+WANTED = {"int": "a whole number", "float": "a number"}  # by the kind of a fault of pydantic's
 NO_NUMPY = "Failed to initialize NumPy"  # torch's warning, where no extra brought it
 
 
@@ -97,7 +98,10 @@ class Commands(TyperGroup):
 
 def _sentence(error: Any) -> str:
     """Return what is wrong with a command line as one line."""
-    words = " ".join(error.format_message().split())
+    for fault in getattr(error.__cause__, "errors", list)():  # of pydantic, whose words are of Python
+        if should := WANTED.get(fault["type"].partition("_")[0]):
+            return f"{'/'.join(error.param.opts)} must be {should}, got {fault['input']!r}."
+    words = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
     return f"{words[:1].lower()}{words[1:]}{'' if words.endswith(('.', '?')) else '.'}"
 
 
