@@ -268,6 +268,14 @@ def test_folders_without_records_are_refused(lines_of: str | None, said: str, tm
     assert not (tmp_path / "r.html").exists()
 
 
+def test_a_run_that_has_not_finished_is_said(tmp_path: Path) -> None:
+    (tmp_path / "bench.partial.jsonl").write_text("{}\n{}\n")
+    done = run("report", tmp_path, "--out", tmp_path / "r.html")
+    assert done.exit_code == 2
+    said = "bench.jsonl has not finished: bench.partial.jsonl holds 2 records. Let it finish, or run the same command"
+    assert said in " ".join(done.stderr.split())
+
+
 def test_a_page_of_many_methods_opens_with_a_few() -> None:
     """Those that an explorer shows, then those that no other beats most often; controls come last."""
     labels = ["A", "B", Window().label(), "C", "D", "E", "F"]
