@@ -20,7 +20,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from sparseattn.cli import report_defaults
 from sparseattn.cli.app import app
+from sparseattn.cli.report_options import Explored, ReportOptions
 from sparseattn.evaluation import token_explorer
 from sparseattn.evaluation.attention_stats import rows_holding
 from sparseattn.evaluation.replay import evaluate
@@ -274,6 +276,29 @@ def test_a_run_that_has_not_finished_is_said(tmp_path: Path) -> None:
     assert done.exit_code == 2
     said = "bench.jsonl has not finished: bench.partial.jsonl holds 2 records. Let it finish, or run the same command"
     assert said in " ".join(done.stderr.split())
+
+
+def test_the_explorer_follows_the_bench_folder_beside_it() -> None:
+    def record(label: str, budget: int, trace: str = "prose") -> dict[str, Any]:
+        return {"trace": trace, "label": label, "budget": budget, "sink": 2, "window": 8}
+
+    labels = ("mine:Ball", "quest:page=8", "window", "tailed:inner=[mine:Ball]", "mean", "roles of a file", "lowbit")
+    records = [record(label, budget) for label in labels for budget in (32, 64, 128)]
+    records += [record("exact", 512, "code")]
+    shown, left_out = report_defaults.explored(ReportOptions(trace=["prose"]), records)
+    assert (list(shown.selectors), shown.budget, shown.sink, shown.window) == (
+        ["quest:page=8", "mean", "lowbit"],
+        64,
+        2,
+        8,
+    )
+    assert left_out == ["mine:Ball", "tailed:inner=[mine:Ball]"]
+    given = ReportOptions(trace=["prose"], selector=["mine:Ball"], budget="5%", sink=0, window=1)
+    shown, left_out = report_defaults.explored(given, records)
+    assert (list(shown.selectors), shown.budget, shown.sink, shown.window) == (["mine:Ball"], 0.05, 0, 1)
+    assert not left_out
+    shown, _ = report_defaults.explored(ReportOptions(trace=["other.safetensors"]), [])
+    assert shown == Explored(["other.safetensors"])
 
 
 def test_a_page_of_many_methods_opens_with_a_few() -> None:
