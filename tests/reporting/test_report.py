@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from sparseattn.cli import report_defaults
 from sparseattn.cli.app import app
-from sparseattn.cli.report_options import Explored, ReportOptions
+from sparseattn.cli.report_options import EXPLORED, Explored, ReportOptions
 from sparseattn.evaluation import token_explorer
 from sparseattn.evaluation.attention_stats import rows_holding
 from sparseattn.evaluation.replay import evaluate
@@ -115,7 +115,10 @@ def page(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of every kind of record, and a trace explored."""
     folder = tmp_path_factory.mktemp("page")
     records.trace().save(folder / "tale.safetensors")
-    asked = ["--trace", folder / "tale.safetensors", "--queries", "4", "--budget", "16", "--window", "8", "--sink", "2"]
+    asked: list[str | Path] = ["--trace", folder / "tale.safetensors", "--queries", "4", "--budget", "16"]
+    asked += ["--window", "8", "--sink", "2"]
+    for method in EXPLORED:
+        asked += ["--selector", method]
     names = ("bench", "inspect", "recall", "eval", "recommend")
     done = run("report", *(folders / name for name in names), *asked, "--out", folder / "r.html")
     assert done.exit_code == 0, done.output
