@@ -61,7 +61,13 @@ class ServeOptions:
     ] = None
     trust: shared.Trust = None
     dense_layers: shared.DenseLayers = DENSE_LAYERS
-    above: Annotated[int, typer.Option(help="Sequences of at most this many tokens get full attention.")] = ABOVE
+    above: Annotated[
+        int,
+        typer.Option(
+            help="Sequences of at most this many tokens get full attention. The default comes from timings on CPUs; "
+            "`sparseattn machine` predicts from which length a GPU gains."
+        ),
+    ] = ABOVE
     name: Annotated[str | None, typer.Option(help="Model name for clients. Default: MODEL.")] = None
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000
