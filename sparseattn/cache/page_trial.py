@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.context import StepContext
-from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead, ReadsKeys, WeighsNear
+from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead, ReadsKeys, ReadsRoundedKeys, WeighsNear
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.rows import Rows
 
+MORE_THAN_KEYS = (LearnsFromQueries, ReadsKeys, ReadsRoundedKeys, WeighsNear, LooksAhead)
 SIZES = (5, 7, 11, 13, 17, 19)  # for B, G and P, which must differ from each other and from H and D
 TRIAL = " (a trial before the first step, with sizes that all differ)"
 
@@ -29,7 +30,7 @@ def check_broadcast(method: PageSelector, query: Tensor) -> None:
     Raises:
         ValueError: `scores` fails or returns another shape than `[B,Hs,P]`.
     """
-    if method.find(LearnsFromQueries) or method.find(ReadsKeys) or method.find(WeighsNear) or method.find(LooksAhead):
+    if any(part.has(ability) for part in method.tree() for ability in MORE_THAN_KEYS):
         return
     _, heads, group, size = query.shape
     batch, members, pages = [number for number in SIZES if number not in (heads, group, size)][:3]

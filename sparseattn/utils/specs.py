@@ -149,18 +149,18 @@ class Registry(MutableMapping[str, type[Kind]], Generic[Kind]):
         """The class that `module:Class` names; ValueError for none of this kind, or one that lacks a part."""
         attribute = name.partition(":")[2]
         kinds = [one for one, held in vars(module).items() if inspect.isclass(held) and issubclass(held, self.kind)]
-        own = [one for one in kinds if vars(module)[one].__module__ == module.__name__]
+        own = [one for one in kinds if vars(module)[one].__module__ == name.partition(":")[0]]
         found = getattr(module, attribute, None)
         if found is None:
             raise ValueError(
-                f"{name!r}: module {module.__name__!r} has no {attribute!r}{did_you_mean(attribute, own)}; its "
+                f"{name!r}: module {name.partition(':')[0]!r} has no {attribute!r}{did_you_mean(attribute, own)}; its "
                 f"{self.noun}s are {', '.join(own) or 'none'}"
             )
-        if attribute not in kinds:
+        if not (inspect.isclass(found) and issubclass(found, self.kind)):
             raise ValueError(f"{name!r} is not a subclass of sparseattn.{self.kind.__name__}")
         if lacking := sorted(getattr(found, "__abstractmethods__", ())):
             raise ValueError(f"{name!r} does not define {' and '.join(lacking)}, which every {self.noun} does")
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 def split_pairs(text: str, noun: str) -> list[str]:
