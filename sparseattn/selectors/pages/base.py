@@ -201,7 +201,8 @@ class PageSelector(EstimatesMass, Selector):
 
     def _scored(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         """Return `scores`; ValueError for another shape."""
-        pages = real.shape[1] * self.unit // self.page
+        made = next(iter(entries.values()), real[:, None])
+        pages = made.shape[2] * self.unit // self.page
         return check_scores(type(self).__name__, self.scores(query, entries, real), query, pages)
 
     def _refuse(self, budget: int) -> NoReturn:
