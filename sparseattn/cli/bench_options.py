@@ -66,6 +66,10 @@ class BenchOptions:
     window: shared.Window = 64
     layers: shared.Layers = None
     last: Annotated[int, typer.Option(help="Number of tokens to decode, at the end of each trace.")] = 32
+    every: Annotated[
+        int,
+        typer.Option(help="Measure only the last of every so many decoded tokens. It makes a large --last affordable."),
+    ] = 1
     far: Annotated[
         float,
         typer.Option(
@@ -175,7 +179,9 @@ class BenchOptions:
         from sparseattn.evaluation.replay_settings import Replay
 
         layers = self.layer_numbers
-        return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, codec)
+        return Replay(
+            self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, codec, self.every
+        )
 
     def check_effect(self, traces: Sequence[Trace]) -> None:
         """NoEffect for a budget that was asked for and covers the longest trace."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparseattn.core.budget import Budget, Reader, budget_of
 
+A_CANDIDATE = 1000  # look-ups of codes in registers that take as long as a candidate, see `summed`
 MEMORY_PAGE = 4096  # bytes whose address is looked up at once
 
 # What a launch runs, by which a machine knows its speed.
@@ -32,6 +33,8 @@ KINDS = {
     "product": "products of the queries in float32 with a tensor in the keys' dtype; entries: scores",
     "codes": "products of the queries with keys of few bits, the group's vote and the top-k; entries: what is sorted",
     "listed": "the same for listed tokens",
+    "sums": "sums of table entries of 8 bits that codes of 4 bits select, the group's vote and the top-k; entries: "
+    "look-ups",
     "names": "sums of table entries that codes of centroids select; entries: look-ups",
     "classifier": "a two-layer network that ranks buckets, for few queries; entries: its weights",
     "network": "the same for many queries",
@@ -229,6 +232,12 @@ def picked(lists: float, many: float, few: float) -> float:
     """Entries that are handled one by one to find the best `few` of `many` scores for each list, in no order: where
     these are scattered, next to none of the others."""
     return lists * min(many, 8 * few)
+
+
+def summed(lists: float, looked_up: float, few: float) -> float:
+    """Look-ups that find the best `few` rows for each list by so many look-ups of their codes. A candidate takes as
+    long as many: it is listed, has an exponential for each query head and a place among the best."""
+    return lists * (looked_up + A_CANDIDATE * 2 * few)
 
 
 class Chooser(Reader, Protocol):

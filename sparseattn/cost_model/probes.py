@@ -13,7 +13,18 @@ from torch import Tensor
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.selection import Bounds, Selection
-from sparseattn.core.step_cost import KINDS, Cost, Launch, Shape, attention, picked, products, sorted_best, step_cost
+from sparseattn.core.step_cost import (
+    KINDS,
+    Cost,
+    Launch,
+    Shape,
+    attention,
+    picked,
+    products,
+    sorted_best,
+    step_cost,
+    summed,
+)
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.attend.dispatch import attend
 from sparseattn.kernels.encode_keys.dispatch import encode
@@ -21,6 +32,8 @@ from sparseattn.kernels.linear.dispatch import FEW, linear
 from sparseattn.kernels.listed_scores.dispatch import listed_scores
 from sparseattn.kernels.page_bounds.bounds import PageBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores
+from sparseattn.kernels.product_codes import dispatch as product_codes
+from sparseattn.kernels.product_codes.codes import ProductCodes, Tables
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.topk.dispatch import best_pages
@@ -76,7 +89,7 @@ def probes_of(shape: Shape) -> list[Probe]:
     """Every kind but a step's own at a few sizes."""
     keys, values = _spread(shape), _spread(shape)
     made = [*_attend(shape, keys, values), *_walk(shape, keys)]
-    for make in (_operators, _dense, _bounds, _products, _codes, _names, _classifier, _sort):
+    for make in (_operators, _dense, _bounds, _products, _codes, _sums, _names, _classifier, _sort):
         made += make(shape)
     missing = set(KINDS) - {"step"} - {probe.launch.kind for probe in made}
     assert not missing, f"nothing measures {missing}"
@@ -221,6 +234,24 @@ def _index(shape: Shape, rows: int) -> QuantizedKeys:
     """Return so many keys in two bits, all of them valid."""
     keys = _rows(shape, rows)
     return replace(encode(keys, GROUP, 2, "bins", half(keys)), valid=torch.ones(shape.batch, rows, dtype=torch.bool))
+
+
+def _sums(shape: Shape) -> list[Probe]:
+    made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.float16
+    subspaces, least, size = shape.size // 8, 16, shape.size
+    query, turn = torch.randn(shape.query().shape), torch.eye(size, dtype=kind).expand(shape.batch, shape.heads, -1, -1)
+    books = torch.randn(shape.batch, shape.heads, subspaces, least, size // subspaces).to(kind)
+    for rows, best in ((1024, 64), (16384, 64), (16384, 1024), (163_840, 512)):
+        codes = torch.randint(256, (shape.batch, shape.heads, subspaces // 2, rows), dtype=torch.uint8)
+        keys = ProductCodes(codes, 4, torch.ones(shape.batch, rows, dtype=torch.bool))
+        work = summed(shape.batch * shape.heads, shape.group * subspaces * rows, best)
+        flops = 2.0 * query.numel() * size + 2.0 * query.shape[:3].numel() * size * least
+
+        def call(keys: ProductCodes = keys, best: int = best) -> Tensor:
+            return product_codes.best(Tables(query, turn, books), keys, best)
+
+        made.append(Probe(Launch("sums", codes.nbytes, flops, work), call))
+    return made
 
 
 def _names(shape: Shape) -> list[Probe]:

@@ -89,8 +89,8 @@ def evaluate(
         steps: measures to keep token by token too (`Evaluation.steps`), such as "recall@10".
         progress: called with 1 after every decoded token of a layer.
         settings: the fields of `Replay`: `sink=4`, `window=64`, `last=32`, `layers`, `seal`, `indexes`, `device`,
-            `rows`. With `rows` the label says so, and bytes are those that the codec reads, over those of the whole
-            cache as the trace has it.
+            `rows`, `every`. With `rows` the label says so, and bytes are those that the codec reads, over those of the
+            whole cache as the trace has it.
 
     Raises:
         ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, a
@@ -136,6 +136,8 @@ def evaluate_budgets(
         "trace_dtype": str(trace.dtype).removeprefix("torch."),
         "replay_dtype": "float32",  # of the arithmetic; bytes are counted as a cache of `trace_dtype` has them
     }
+    if how.every > 1:
+        facts["every"] = how.every
     if how.codec is not None:
         facts["codec"] = str(how.codec)
     return [
@@ -215,8 +217,8 @@ class _Run:
     def decoded(
         self, cache: KVCache, layer: TraceLayer, budget: Budget, turn: int, progress: Callable[[int], None] | None
     ) -> dict[str, Tensor]:
-        """Return measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32
-        of each.
+        """Return measure -> `[H*G]` float64, the mean over the tokens measured; with "by step" behind it `[H*G,T]`
+        float32 of each.
 
         turn: which of the budgets it is, by which layers find each other's choices.
         """
@@ -233,7 +235,14 @@ class _Run:
             if (board := cache.selector.layer_context.board) is not None:
                 board.step = turn, t
             selection = cache.select(query, budget)
-            step = compare(query, cache, selection, layer.scale)
+            measured = (t - tokens + last + 1) % self.how.every == 0
+            if progress is not None:
+                progress(1)
+            if not (measured or cache.search.observed):
+                continue
+            step = compare(query, cache, selection, layer.scale)  # which tells methods that observe
+            if not measured:
+                continue
             if self.watch is not None:
                 heads = cache.selector.layer_context.heads
                 self.watch(ReplayedStep(layer.index, heads, t, query, cache, selection, layer.scale, step))
@@ -243,9 +252,8 @@ class _Run:
                 if name in COUNTED:
                     value = torch.where(step[COUNTED[name]] > 0, value * step[COUNTED[name]], 0.0)
                 total[name] = total[name] + value if name in total else value
-            if progress is not None:
-                progress(1)
-        means = {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
+        count = last // self.how.every
+        means = {name: value / (total[COUNTED[name]] if name in COUNTED else count) for name, value in total.items()}
         means |= {f"{name} by step": torch.stack(values, -1) for name, values in series.items()}
         return {name: value.cpu() for name, value in means.items()}
 

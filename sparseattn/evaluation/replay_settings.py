@@ -38,6 +38,8 @@ class Replay:
             in host memory.
         rows: as in `KVCache`: sealed rows are read as a codec keeps them, and compared with full attention over the
             rows as they are.
+        every: n, measure the last of every n decoded tokens only. The method chooses at the others too, but these
+            choices are not compared with full attention.
     """
 
     sink: int = 4
@@ -48,6 +50,7 @@ class Replay:
     indexes: str | os.PathLike[str] | None = None
     device: torch.device | str | None = None
     rows: RowCodec | str | None = None
+    every: int = 1
 
     @property
     def codec(self) -> RowCodec | None:
@@ -83,6 +86,7 @@ class ReplayOptions(TypedDict, total=False):
     indexes: str | os.PathLike[str] | None
     device: torch.device | str | None
     rows: RowCodec | str | None
+    every: int
 
 
 def is_trace(trace: object) -> None:
@@ -155,6 +159,8 @@ def _check_rows(trace: Trace, methods: Sequence[Share], replay: Replay) -> None:
         KVCache(own, sink=sink, window=window, seal=replay.seal_rows(own), rows=replay.codec)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
+    if not 1 <= replay.every <= last:
+        raise ValueError(f"every is 1 to the {last} tokens that are decoded, got {replay.every}")
     left = trace.tokens - last - sink - window
     for share in methods:
         if left < (least := unit_of(share.selector, replay.codec)):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from sparseattn.core.budget import Budget
 
-# Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for
-# what is not read, and among the pages of another; clusters; pages by means and by directions.
+# Of each kind that runs without training what loses least at its bytes: rows by keys of few bits and by product codes,
+# alone, with means for what is not read, and among the pages of another; clusters; pages by means and by directions.
 METHODS = (
     "lowbit",
     "lowbit:bits=1,scales=8",
+    "querypq",
     "tailed:inner=lowbit,rows=64",
     "tailed:inner=[lowbit:bits=1,scales=8],rows=64",
     "twostage:pages=[mean:bits=8],times=4",

@@ -186,6 +186,16 @@ def test_budgets_share_a_prefill_and_stay_apart(trace: Trace) -> None:
             torch.testing.assert_close(one.heads[name], alone.heads[name], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("spec", ["quest:page=8", "h2o"])
+def test_some_of_the_decoded_tokens_are_measured(trace: Trace, spec: str) -> None:
+    """The method decodes the others too: one that observes learns from them."""
+    settings = {"sink": 2, "window": 4, "last": 10}
+    each, some = (evaluate(trace, spec, 16, steps=["recovered"], every=every, **settings) for every in (1, 4))
+    assert torch.equal(some.steps["recovered"], each.steps["recovered"][..., [3, 7]])
+    torch.testing.assert_close(some.heads["recovered"], some.steps["recovered"].double().mean(2), rtol=1e-6, atol=0.0)
+    assert (some.settings["every"], "every" in each.settings) == (4, False)
+
+
 def test_a_budget_may_be_a_text(trace: Trace) -> None:
     settings = {"sink": SINK, "window": WINDOW, "last": LAST}
     for text, number in (("10%", 0.1), ("20", 20), ("all", None)):
@@ -215,6 +225,7 @@ def test_a_record_is_json_with_settings_and_heads(trace: Trace) -> None:
         ({"window": 500}, "window of 500 rows leave 0"),
         ({"last": 200}, "last is 1 to 199"),
         ({"last": 0}, "last is 1 to 199"),
+        ({"every": 0}, "every is 1 to the 32 tokens that are decoded, got 0"),
         ({"layers": [5]}, r"holds layers \[0, 1\], not \[5\]"),
         ({"selector": "exat"}, "did you mean 'exact'"),
     ],

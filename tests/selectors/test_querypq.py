@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from sparseattn import KVCache, Mass, QueryPQ, evaluate, make_selector
+from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import Shape, step_cost
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_kmeans import by_torch, product_codebooks
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.base import vote
-from sparseattn.selectors.parameters.query_metric import balanced, dealt, metric_of, reached
+from sparseattn.selectors.parameters.query_metric import balanced, dealt, half_moved_ahead, metric_of, reached
 from sparseattn.traces.synthetic import synthetic
-from sparseattn.traces.trace import Trace
+from sparseattn.traces.trace import Trace, TraceLayer
 from tests.cases import attention
 
 
@@ -100,6 +101,40 @@ def test_rows_sealed_later_are_coded_with_the_prompts_books_and_change_none() ->
     assert torch.equal(selector.codes.data[..., :200], first)
     turned = (keys - books["centre"][:, :, None]) @ books["turn"].mT
     assert torch.equal(codebooks.paired(codebooks.nearest(turned, books["centroids"])).mT, selector.codes.data)
+
+
+def test_half_of_the_vectors_get_the_rope_of_positions_to_come() -> None:
+    rope, at = replace(Rope.of(8), scaling=1.5), torch.arange(2000)
+    plain = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 2000, 8)
+    x = rope.rotate(plain, at)
+    found = half_moved_ahead(x, at, 2000, 400, rope, torch.Generator().manual_seed(0))
+    moved = (found != x).any(2).all(0)
+    assert 900 < int(moved.sum()) < 1100
+    to_come = rope.rotate(plain[:, :1].expand(2, 400, 8), torch.arange(2000, 2400))
+    apart = (found[0, moved, None] - to_come[0]).norm(dim=2)
+    assert float(apart.min(1).values.max()) < 1e-3, "each is at one of the next 400 positions"
+    assert 0.4 < float((apart.argmin(1) < 100).double().mean()) < 0.6, "half are in the first quarter"
+
+
+def test_codes_of_a_long_answer_are_as_good_as_the_prompts_if_the_rope_is_known() -> None:
+    """What later keys and queries are without RoPE, the prompt's are too."""
+    draw = torch.Generator().manual_seed(0)
+    rope, at = Rope.of(64), torch.arange(1024)
+    means = torch.randn(2, 1, 64, generator=draw).repeat_interleave(2, 0)
+    key = rope.rotate(torch.randn(2, 1024, 64, generator=draw) + 2 * means[::2], at)
+    query = rope.rotate(torch.randn(2, 2, 1024, 64, generator=draw) / 2 + 2 * means.view(2, 2, 1, 64), at)
+    layer = TraceLayer(0, query, key, torch.randn(2, 1024, 64, generator=draw), 0.125, rope)
+    long = Trace.build([layer], at)
+    without = Trace.build([replace(layer, rope=None)], at)
+    found = {
+        (ahead, known): evaluate(trace, QueryPQ(share=1.0, ahead=ahead), 64, last=768, every=96, seal=64).mean(
+            "recovered"
+        )
+        for ahead in (0, 1024)
+        for known, trace in ((True, long), (False, without))
+    }
+    assert found[1024, True] > found[0, True] + 0.05
+    assert found[1024, False] == found[0, False] == found[0, True]
 
 
 def test_pages_weigh_what_their_rows_weigh_by_code() -> None:

@@ -39,7 +39,8 @@ def by_step(results: Sequence[Evaluation], key: str, path: Path) -> None:
             if one.budget == budget or one.label in alone:
                 line = one.by_step(key).nanmean(0).tolist()
                 look = style(labels.index(one.label), one.label)
-                axis.plot(range(1, len(line) + 1), line, markevery=-(-len(line) // MARKED), **look)
+                tokens = [one.settings.get("every", 1) * (i + 1) for i in range(len(line))]
+                axis.plot(tokens, line, markevery=-(-len(line) // MARKED), **look)
         if key in WHOLE:
             axis.axhline(WHOLE[key], color="grey", linestyle="--", linewidth=1, label=FULL)
         axis.set_title(f"budget {budget_label(budget)}", fontsize=10)

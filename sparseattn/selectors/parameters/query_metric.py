@@ -7,9 +7,12 @@ variances, the parametric form of OPQ, https://doi.org/10.1109/TPAMI.2013.240.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from sparseattn.core.rope import Rope
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_kmeans import product_codebooks
 
@@ -88,6 +91,24 @@ def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor
     hidden = ~seen.repeat(queries.shape[1], 1)
     weights = logits.masked_fill(hidden, -torch.inf).softmax(2).nan_to_num(0.0).mean(1)
     return weights / weights.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def half_moved_ahead(x: Tensor, at: Tensor, first: int, ahead: int, rope: Rope, draw: torch.Generator) -> Tensor:
+    """Return keys or queries `[...,n,D]` of which about half have the RoPE of positions to come.
+
+    What a model says later resembles what it said before, but for RoPE: so these stand for keys and queries that a
+    sequence does not have yet. Each is moved as a whole, and its part that RoPE does not turn stays.
+
+    Args:
+        x: float32, after RoPE.
+        at: `[n]` int64, their positions.
+        first: the first position to come.
+        ahead: T; half of those that are moved lie within the next T / 4 positions, all within T.
+        draw: says which are moved, and how far.
+    """
+    moved, far = torch.rand(2, len(at), generator=draw).to(x.device)
+    to = first + (far.square() * ahead).long()
+    return replace(rope, scaling=1.0).rotate(x, torch.where(moved < 0.5, to - at, 0))
 
 
 def codes_of(

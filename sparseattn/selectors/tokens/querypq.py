@@ -14,21 +14,22 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best, summed
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
 from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, Tables
 from sparseattn.selectors.abilities import LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
-from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.query_metric import codes_of, reached
+from sparseattn.selectors.checks import check_least, check_share, half, warn_of_keys_as_queries
+from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
-from sparseattn.utils.hashing import tensors_hash
+from sparseattn.utils.hashing import stream, tensors_hash
 
 METRICS = ("own", "keys")
+OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 CHUNK = 1 << 14  # rows that are turned at a time
 
 
@@ -39,8 +40,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     difference of their logits over the prompt's queries. They are rotated so that the subspaces' variances have nearly
     equal products. Each subspace is coded by the nearest of its centroids. A query is turned the other way, so that its
     products stay what they are. A row's score is a sum of as many numbers as there are subspaces. Mean, map and
-    centroids are the prompt's; rows sealed later are coded with them. RoPE moves keys on, so codes of rows far behind
-    the prompt find little: SmolLM2 loses 3 % of what is found after 512 decoded tokens, and a fifth after 2,048.
+    centroids are the prompt's; rows sealed later are coded with them. RoPE moves later keys and queries to where the
+    prompt has none, so half of those that are learned from are first moved on to positions to come.
 
     Args:
         subspaces: M, a divisor of the head size; 0 (default): half a bit a channel, one for every `2 * bits` channels.
@@ -52,12 +53,14 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
             queries, and a warning says so.
         reach: power of a key's mean attention, from queries of the prompt's end, that it counts for in the mean of its
             centroid; 0: all keys count alike.
-        seed: of the draw and of the first centroids.
+        seed: of the draws and of the first centroids.
         group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each": every query head chooses
             for itself.
+        ahead: tokens behind the prompt that codes are made for; half of those that keys and queries are moved to lie in
+            its first quarter. 0: none. None is moved either in a layer whose RoPE is not known.
         artefact: a file that `sparseattn train --method querypq` has made of traces, with as many subspaces and bits.
-            Mean, maps and centroids are the file's then, and metric, sample, share, reach and seed count for nothing:
-            coding takes no k-means and no queries. "prompt" (default): they are the prompt's.
+            Mean, maps and centroids are the file's then, and metric, sample, share, reach, ahead and seed count for
+            nothing: coding takes no k-means and no queries. "prompt" (default): they are the prompt's.
         page: choose pages of so many rows by the sum of their rows' weights, a power of two; 1 (default): single rows.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
@@ -86,6 +89,7 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
         reach: float = 0.5,
         seed: int = 0,
         group: str = "softmax",
+        ahead: int = 8192,
         artefact: str = PROMPT,
         page: int = 1,
     ) -> None:
@@ -94,13 +98,14 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
             raise ValueError(f"a page is a power of two rows, or 1, got {page}")
         self.page = self.span = page
         check_share(share)
+        check_least(ahead=(ahead, 0))
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
         if subspaces > MOST:
             raise ValueError(f"subspaces is {MOST} or less, as sums of their tables have 16 bits, got {subspaces}")
         if not 0 <= reach <= 1:
             raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
-        self.metric, self.share, self.reach = metric, share, reach
+        self.metric, self.share, self.reach, self.ahead = metric, share, reach, ahead
         self.queries_share = share if metric == "own" and artefact == PROMPT else 0.0
         self.codes = RowBuffer(3, spare=0)  # [B,H,R,N] uint8, each byte of all rows together, as kernels read them
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
@@ -123,7 +128,9 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     def index_arguments(self) -> dict[str, Any]:
         given = super().index_arguments()
         if self.artefact == PROMPT:
-            return given | {"scale": self.layer_context.scale}
+            rope = self.layer_context.rope
+            moved = tensors_hash({"inv_freq": rope.inv_freq}) if rope is not None and self.ahead else None
+            return given | {"scale": self.layer_context.scale, "rope": moved}
         return given | {"parameters": tensors_hash(self.calibration().holds(self.layer))}
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
@@ -151,17 +158,22 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
         """Return what the prompt's own keys and queries say, see `codes_of`."""
         keys = rows.keys[0]
         drawn = self.drawn(keys)
-        sample, queries = keys[:, drawn].float(), None
+        sample, places, queries = keys[:, drawn].float(), rows.positions[0, drawn], None
         if self.metric == "own":
             if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
                 warn_of_keys_as_queries(self, len(keys), len(keys))
-                queries, at = sample[:, None], rows.positions[0, drawn]
+                queries, at = sample[:, None], places
             else:
                 queries, at = rows.queries[0].float(), rows.query_positions[0]
         weights = None
         if queries is not None and self.reach:
             asked = queries / self.temperature(keys.shape[2])
-            weights = reached(asked, at, sample, rows.positions[0, drawn]).pow(self.reach)
+            weights = reached(asked, at, sample, places).pow(self.reach)
+        rope, first = self.layer_context.rope, int(rows.positions[0].max()) + 1
+        if self.ahead and rope is not None:
+            sample = half_moved_ahead(sample, places, first, self.ahead, rope, stream(self.seed, "keys ahead"))
+            if queries is not None:
+                queries = half_moved_ahead(queries, at, first, self.ahead, rope, stream(self.seed, "queries ahead"))
         return codes_of(sample, queries, weights, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
     def append(self, rows: Rows) -> None:
@@ -224,6 +236,21 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
             return super().select(query, step, budget)
         tables = self.factors(query.float() / self.temperature(query.shape[3]))
         return Selection.tokens(product_codes.best(tables, self.stored(step.valid), budget))
+
+    @property
+    def _compiled(self) -> bool:
+        """Whether rows are chosen in one kernel, of codes that are looked up in registers."""
+        return self.bits == 4 and self.group == "softmax" and self.page == 1
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = super().scan(query, sealed, budget)
+        if not self._compiled:
+            return scan
+        batch, heads, members, size = query.shape
+        looked_up = members * self.subspaces_of(size) * sealed
+        work, tables = summed(batch * heads, looked_up, scan.rows), super().scoring(query, sealed).flops
+        scoring = Launch("sums", batch * heads * scan.read, tables + 2.0 * query.numel() * size, work)
+        return replace(scan, launches=(scoring, Launch("operator", count=OPERATORS_BESIDE)))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         return self.names(query.shape[3])[0], self._once(query.shape[3])
