@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -305,10 +306,11 @@ def _verified(
     bound = options.bound
     searched, held_out = ([window for window in every if window.held_out == out] for out in (False, True))
     verified: list[dict[str, Any]] = []  # of the newest proposal
+    numbers = itertools.count(1)
 
     def losses(proposal: Proposal, where: Sequence[TextWindow], what: str) -> list[dict[str, Any]]:
         records = []
-        stages.say(f"{what}: a plan on {len(where)} windows")
+        stages.say(f"{what}: a plan on {len(where)} {'window' if len(where) == 1 else 'windows'}")
         with progress_bar() as bar:
             task = bar.add_task(what, total=len(where))
             for window in where:
@@ -317,7 +319,7 @@ def _verified(
         return records
 
     def loss(proposal: Proposal) -> float:
-        records = losses(proposal, searched, "search")
+        records = losses(proposal, searched, f"search {next(numbers)}")
         return mean([bound.loss(record) for record in records])
 
     def verify(proposal: Proposal, n: int) -> float:

@@ -361,7 +361,7 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     stages = [line for line in done.stderr.splitlines() if re.match(r"sparseattn: \d:\d\d:\d\d ", line)]
     assert "load reference" in stages[0]
     assert [line.split(", ")[-1] for line in stages[1:3]] == ["window 1 of 2", "window 2 of 2"]
-    assert any("search: a plan on 2 windows" in line for line in stages)
+    assert any("search 1: a plan on 2 windows" in line for line in stages)
     assert any("verification 1: a plan on 3 windows" in line for line in stages)
     plan = Plan.load(tmp_path / "plan.json")
     assert set(plan.layers) == {0, 1, 2, 3}
