@@ -30,7 +30,7 @@ SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "low
 
 GROUPS = {  # of options, in help
     "Methods": ("selector", "roles", "trust", "budget", "sink", "window", "seal", "kv_rows"),
-    "What is measured": ("layers", "last", "far", "device", "indexes"),
+    "What is measured": ("layers", "last", "every", "far", "device", "indexes"),
     "Comparisons": ("per_head", "by_layer", "rows", "bytes_read", "by_step"),
     "Results": ("out", "wide", "json", "figures"),
 }
