@@ -44,6 +44,16 @@ def with_attention(model: Any, implementation: str) -> Any:
     return twin
 
 
+def without_attention(model: Any) -> Any:
+    """A second model of the same weights, whose layers attend to nothing (`decoding.no_attention`)."""
+    from transformers import AttentionInterface
+
+    from benchmarks.decoding import no_attention
+
+    AttentionInterface.register("no_attention", no_attention)
+    return with_attention(model, "no_attention")
+
+
 def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: str) -> Any:
     """A Llama of random weights, made where it is to run."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -8,6 +8,7 @@ what a selector is shown `ShownRows`', and what a step asks it `Search`'s.
 from __future__ import annotations
 
 import copy
+import math
 import os
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.layout import Zones
-from sparseattn.cache.rows import StoredRows
+from sparseattn.cache.rows import CUT_SHORT, StoredRows
 from sparseattn.cache.sealed_rows import SealedRows
 from sparseattn.cache.search import Search
 from sparseattn.cache.shown_rows import ShownRows, check_seal, unit_of
@@ -28,6 +29,14 @@ from sparseattn.core.budget import Allowance, Budget, allowance
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector
+
+
+def _fits(query: Tensor, keys: Tensor | None) -> bool:
+    """Whether a query `[B,H,G,D]` is one of stored keys `[B,H,N,D]`; `input_checks.query` says why not."""
+    if keys is None or query.ndim != 4 or query.dtype != keys.dtype or query.device != keys.device:
+        return False
+    (batch, heads, _, size), held = query.shape, keys.shape
+    return batch == held[0] and heads == held[1] and size == held[3]
 
 
 class KVCache:
@@ -119,6 +128,7 @@ class KVCache:
             input_checks.fixable(sink, selector.unit, capacity, self.sealed_device)
             self._shown.fix(capacity, seal)
         self._decoded = False
+        self._granted: tuple[Budget, int | None] = (None, None)  # the last budget in rows, and what it allows
 
     # -- what is stored ------------------------------------------------------------------------------------------
 
@@ -211,6 +221,11 @@ class KVCache:
                 queries; a selector that serves another cache, or that cannot serve such keys or lacks the layer's RoPE
                 (`Selector.check_shape`); more rows than a `fixed` cache has. Nothing is stored then.
         """
+        waiting = self._learns and self.stored.queries.wanted(self.stored.zones.zone)
+        if positions is None and not waiting and self.stored.put(keys, values):  # a token of a step
+            if self._shown.views:
+                self._shown.refresh()
+            return
         input_checks.tensors(keys, values, queries, positions)
         stored, first = self.stored, not self.stored.zones.count
         if first:
@@ -237,7 +252,7 @@ class KVCache:
                 input_checks.codec_fits(self.codec, keys, self.selector.layer_context.rope)
             stored.begin(zones, keys)
             self._shown.claim()
-        stored.broken = "storing rows was cut short"
+        stored.broken = CUT_SHORT
         stored.store(keys, values, queries, at, self.window + self.rollback)
         if self._shown.views:
             self._shown.refresh()
@@ -282,18 +297,32 @@ class KVCache:
 
     def prepare(self, query: Tensor, budget: Budget) -> Allowance:
         """The first half of `select`: checks both, seals what is due, and says what the budget allows."""
-        stored = self.stored
-        stored.require()
-        input_checks.query(query, stored.keys.full)
-        if not query.is_cuda:
+        stored, keys = self.stored, self.stored.keys.storage
+        if keys is None or stored.broken or not stored.zones.count:
+            stored.require()
+        if not (isinstance(query, Tensor) and _fits(query, keys)):
+            input_checks.query(query, stored.keys.full)
+        if not query.is_cuda and not math.isfinite(query.sum()):
             input_checks.finite(query=query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
         if self._learns and (learned := stored.queries.kept) is not None:
             input_checks.group(query, learned)
-        allowed = allowance(self.selector, budget, max(stored.zones.count), self._capacity)
+        allowed = self._allowance(budget)
         self._seal_due(decoded=1)
         return allowed
+
+    def _allowance(self, budget: Budget) -> Allowance:
+        """`allowance`; of a budget in rows the part that does not follow the context is asked for once."""
+        count = self.stored.zones.count
+        context = count[0] if len(count) == 1 else max(count)
+        known, rows = self._granted
+        if rows is None or budget is not known or self._capacity is not None:
+            allowed = allowance(self.selector, budget, context, self._capacity)
+            if type(budget) is int:
+                self._granted = budget, self.selector.allowed(budget)
+            return allowed
+        return Allowance(min(rows, max(context, self.selector.span)), None)
 
     # -- editing -----------------------------------------------------------------------------------------------------
 
