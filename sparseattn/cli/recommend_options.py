@@ -41,7 +41,7 @@ class Target(str, Enum):
 GROUPS = {  # of options, in help
     "What to keep": ("text", "model", "error", "measure"),
     "What to save": ("machine", "context", "batch"),
-    "What to choose from": ("selector", "budget", "by", "engine", "sink", "window"),
+    "What to choose from": ("selector", "budget", "by", "engine", "lossless", "drafts", "sink", "window"),
     "How long to look": ("length", "last", "windows", "held_out", "draws"),
     "How to compute": ("dtype", "device", "chunk"),
     "Results": ("name", "out", "plan", "json"),
