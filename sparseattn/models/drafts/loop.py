@@ -137,14 +137,14 @@ class DraftLoop:
         count = self.length.next(self.cache._tokens())
         if self.most is not None:
             count = min(count, self.most - min(self.ends[b] for b in active) - 1)
-        begun = time.perf_counter()
+        begun = self._now()
         drafts, proposed = self._draft(count)
-        drafted = time.perf_counter()
+        drafted = self._now()
         logits = self._verify(drafts)
         scores = self.rules.scores(self.ids, self.ends, logits)
         accepted, tokens = self.rules.accept(drafts, proposed, scores)
         agreed = accepted.tolist()
-        checked = time.perf_counter()
+        checked = self._now()
         if self.together:
             agreed = [min(agreed[b] for b in active)] * len(agreed)
         fed = [self._fed(b, count + 1) for b in range(len(self.ends))]
@@ -161,6 +161,12 @@ class DraftLoop:
         else:
             stats.dense_seconds += checked - drafted
         self.length.observe(count, [agreed[b] for b in active], drafted - begun, checked - drafted)
+
+    def _now(self) -> float:
+        """Return the time, once the device has done what it was given."""
+        if self.ids.is_cuda:
+            torch.cuda.synchronize(self.ids.device)
+        return time.perf_counter()
 
     def _fed(self, b: int, new: int) -> int:
         """Return how many of a verification's tokens are of sequence b."""
