@@ -104,7 +104,7 @@ def fit(
             loss.backward()
             optimizer.step()
             schedule.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             step()
     last = losses[-max(steps // 10, 1) :]
     return sum(last) / len(last)

@@ -78,6 +78,28 @@ METHODS = {
         builds="the queries' second moment, k-means, and each key's nearest centroids",
         needs="the prompt's queries, or a file; with `metric=keys` nothing",
     ),
+    "hata": MethodRow(
+        "tokens.hata:Hata",
+        "2506.02572",
+        reads="the tokens whose learned hash codes differ least from the query's",
+        faithful="one set of directions for queries and keys of a KV head, signs, Hamming distances summed in a group",
+        departs="directions are fitted to the attention itself unless the paper's loss is asked for; without a file "
+        "they are random",
+        scans="a bit per direction of every row, and the directions",
+        builds="the signs of each key's products",
+        needs="a file, else random directions",
+    ),
+    "indexer": MethodRow(
+        "tokens.indexer:Indexer",
+        "ours, after DeepSeek Sparse Attention, 2512.02556",
+        reads="the tokens with the largest products in few learned dimensions",
+        faithful="a small index learned from the attention's own distribution",
+        departs="fitted to a model as it is, linear, for each KV head; four bits a dimension; without a file its map "
+        "is random",
+        scans="half a byte per dimension of every row, and the maps of queries",
+        builds="the image of each key",
+        needs="a file, else a random map",
+    ),
     "sparq": MethodRow(
         "tokens.sparq:SparQ",
         "2312.04985",
