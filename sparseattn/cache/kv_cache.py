@@ -21,6 +21,7 @@ from sparseattn.cache.rows import CUT_SHORT, StoredRows
 from sparseattn.cache.sealed_rows import SealedRows
 from sparseattn.cache.search import Search
 from sparseattn.cache.shown_rows import ShownRows, check_seal, unit_of
+from sparseattn.cache.token_store import TokenStore
 from sparseattn.cache.waiting_queries import Wanted
 from sparseattn.codecs.base import RowCodec
 from sparseattn.codecs.registry import as_codec
@@ -120,7 +121,7 @@ class KVCache:
         if sealed.apart:
             near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
         self.stored, self._learns = StoredRows(sink, near, sealed, wanted), bool(wanted.share or wanted.last)
-        self.search = Search(selector, self.stored, check)
+        self._tokens, self.search = TokenStore(self.stored), Search(selector, self.stored, check)
         folder = None if indexes is None else usable_folder(indexes)
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)
         self._capacity = capacity if fixed else None
@@ -222,7 +223,7 @@ class KVCache:
                 (`Selector.check_shape`); more rows than a `fixed` cache has. Nothing is stored then.
         """
         waiting = self._learns and self.stored.queries.wanted(self.stored.zones.zone)
-        if positions is None and not waiting and self.stored.put(keys, values):  # a token of a step
+        if positions is None and not waiting and self._tokens.put(keys, values):  # a token of a step
             if self._shown.views:
                 self._shown.refresh()
             return
@@ -389,6 +390,7 @@ class KVCache:
         """An independent copy, selector included."""
         twin = copy.copy(self)
         twin.selector, twin.stored = self.selector.clone(), self.stored.clone()
+        twin._tokens = TokenStore(twin.stored)
         twin.search = self.search.of(twin.selector, twin.stored)
         twin._shown = ShownRows(twin.selector, twin.search.abilities, twin.stored, self._shown.indexes)
         if self.batch:

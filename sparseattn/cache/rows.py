@@ -19,8 +19,6 @@ from sparseattn.codecs.stored import StoredCodes
 from sparseattn.core.row_buffer import RowBuffer, State
 from sparseattn.core.selection import Bounds
 from sparseattn.kernels.attend_quantized.reference import CodedRows
-from sparseattn.kernels.token_rows import reference
-from sparseattn.kernels.token_rows.dispatch import PUT, Storage
 from sparseattn.selectors.base import Rows
 
 CUT_SHORT = "storing rows was cut short"
@@ -52,8 +50,6 @@ class StoredRows:
         self.bounds, self.newest = Bounds.of(0, 0), torch.zeros(0, dtype=torch.int64)
         self._written: tuple[list[int], ...] = ()  # what these hold
         self.fixed, self.broken = False, ""
-        self._room: Storage | None = None  # where `put` stores, and what it takes
-        self._token, self._put = torch.Size(()), reference.put
         self.zones = self._no_zones()
 
     def _no_zones(self) -> Zones:
@@ -186,45 +182,12 @@ class StoredRows:
             self.queries.store(queries, at, number < self.sink, not zones.zone, spare)
         self.publish(ends)
 
-    def put(self, keys: Tensor, values: Tensor) -> bool:
-        """Stores one more token of every sequence, `[B,H,1,D]`, on a CPU, in one call.
-
-        Returns:
-            Whether it did: where the sequences end at one row and at one position, there is room, and the rows are
-            finite tensors such as are stored. `store` takes all others, behind the checks of `input_checks`.
-        """
-        room, held, zones = self._room, self.keys.storage, self.zones
-        if room is None or room.keys is not held or room.values is not self.values.storage or self.broken:
-            room = self._room = self._room_of_tokens()
-        if room is None or not (type(keys) is type(values) is Tensor) or keys.requires_grad or values.requires_grad:
-            return False
-        like, shape = room.keys, keys.shape
-        if shape != self._token or shape != values.shape or not keys.dtype == values.dtype == like.dtype:
-            return False
-        if not keys.device == values.device == like.device or (at := zones.next_row()) is None:
-            return False
-        row, position = at
-        if row >= like.shape[2]:
-            return False
-        self.broken = CUT_SHORT
-        if done := self._put(keys, values, room, row, position):
-            zones.add_one()
-            self.keys.rows = self.values.rows = self.positions.rows = row + 1
-            batch = len(zones.count)
-            self._written = (*self._written[:2], [row + 1] * batch, [position] * batch)
-        self.broken = ""
-        return done
-
-    def _room_of_tokens(self) -> Storage | None:
-        """Where `put` stores; None where it cannot, as on a GPU, in storage of a fixed size or before the first row."""
-        keys, values, positions = self.keys.storage, self.values.storage, self.positions.storage
-        if self.broken or self.fixed or keys is None or values is None or positions is None or keys.is_cuda:
-            return None
-        if not (keys.is_contiguous() and values.is_contiguous() and self.bounds.rows.device == keys.device):
-            return None
-        self._token = torch.Size((*keys.shape[:2], 1, keys.shape[3]))
-        self._put = PUT.pick(None, keys.device, keys.dtype).put
-        return Storage(keys, values, positions, self.bounds.rows, self.newest)
+    def note_token(self, row: int, position: int) -> None:
+        """Counts one more token of every sequence, which has been written to `row`, with what the device reads."""
+        self.zones.add_one()
+        self.keys.rows = self.values.rows = self.positions.rows = row + 1
+        batch = len(self.zones.count)
+        self._written = (*self._written[:2], [row + 1] * batch, [position] * batch)
 
     def _write_run(self, keys: Tensor, values: Tensor, first: int, end: int, at: Tensor | list[int]) -> None:
         """Stores new rows, which end at row `end`, from row `first` on in every sequence; `at`: positions `[B,n]`, or
@@ -263,7 +226,7 @@ class StoredRows:
         if len(held) != len(zones.count) or held.device != device:
             sink, sealed, end = (torch.tensor(numbers, dtype=torch.int32).to(device) for numbers in counts[:3])
             self.bounds = Bounds(sink, self.sink, sealed, end)
-            self.newest, self._room = torch.tensor(counts[3]).to(device), None
+            self.newest = torch.tensor(counts[3]).to(device)
         else:
             parts = (self.bounds.sink, self.bounds.sealed, held, self.newest)
             for part, numbers, before in zip(parts, counts, self._written, strict=True):
@@ -415,7 +378,7 @@ class StoredRows:
         twin.zones = copy.copy(self.zones)  # its counts are replaced, never changed in place
         twin.keys, twin.values, twin.positions = (buffer.clone() for buffer in self._near)
         twin.sealed, twin.queries = self.sealed.clone(), self.queries.clone()
-        twin.bounds, twin._room = Bounds.of(0, 0), None
+        twin.bounds = Bounds.of(0, 0)
         if self.zones.count:
             twin.publish()
         return twin
@@ -425,7 +388,7 @@ class StoredRows:
         for state in (*self._near, *self.queries.states()):
             state.reset()
         self.sealed.reset()
-        self.zones, self.broken, self._room = self._no_zones(), "", None
+        self.zones, self.broken = self._no_zones(), ""
         if not self.fixed:
             self.bounds = Bounds.of(0, 0)
 

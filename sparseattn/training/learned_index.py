@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseattn.kernels import codebooks
+from sparseattn.selectors.parameters.query_metric import as_coded
 from sparseattn.utils.hashing import stream
 
 QUERIES, KEYS = 48, 2560  # of a step
@@ -216,9 +216,7 @@ class ProductBooks(Index):
 
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
         turned = (keys - self.codes["centre"][:, None]) @ self.codes["turn"].mT
-        books = self.parameters["centroids"]
-        named = codebooks.nearest(turned[None], books.detach()[None])[0].long().mT  # [H,S,n]
-        kept = books.gather(2, named[..., None].expand(-1, -1, -1, books.shape[3])).transpose(1, 2).flatten(2)
+        kept = as_coded(turned, self.parameters["centroids"])
         return self.scale * (query @ self.parameters["back"][:, None].mT) @ kept[:, None].mT
 
     def found(self) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def test_a_cache_that_stores_tokens_in_one_call_is_that_of_the_checked_way(dtype
     keys, values = torch.randn(2, 2, 2, 120, 16, generator=draw).to(dtype)
     query = torch.randn(2, 2, 3, 16, generator=draw).to(dtype)
     fast, checked = stepped(keys, values, True), stepped(keys, values, False)
-    assert fast.stored._room is not None, "tokens took the way of one call"
+    assert fast._tokens._room is not None, "tokens took the way of one call"
     assert fast.counts == checked.counts
     assert torch.equal(fast.positions, checked.positions)
     for name in ("keys", "values"):
@@ -84,3 +84,15 @@ def test_a_cache_that_stores_tokens_in_one_call_is_that_of_the_checked_way(dtype
     with pytest.raises(ValueError, match="keys must be finite, got nan"):
         fast.append(keys[:, :, :1] * torch.nan, values[:, :, :1])
     assert fast.counts == checked.counts
+
+
+def test_positions_whose_storage_grows_at_other_rows_than_the_keys_are_kept() -> None:
+    """Where a first append exceeds the capacity, keys get room for 265 rows here and positions for 300."""
+    keys, values = torch.randn(2, 1, 1, 420, 4, generator=torch.Generator().manual_seed(1))
+    cache = KVCache(make_selector("window"), capacity=200)
+    cache.append(keys[:, :, :201], values[:, :, :201])
+    for row in range(201, 420):
+        cache.append(keys[:, :, row : row + 1], values[:, :, row : row + 1])
+    assert cache._tokens._room is not None
+    assert torch.equal(cache.keys, keys)
+    assert torch.equal(cache.stored.positions.data[0], torch.arange(420))
