@@ -36,12 +36,14 @@ from sparseattn.models.transformers_classes import DynamicCache
 DENSE = ("sdpa", "eager", "static")
 WARM = 4  # steps of every way that do not count: caches fill, compilers run
 LOOKED_INTO = 16  # steps of every sparse way whose parts are timed
-PARTS: dict[str, tuple[Any, str]] = {
-    "store": (KVCache, "append"),
-    "select": (Search, "choose"),
-    "attend": (decode, "attend"),
-    "layer": (SparseLayer, "attend"),  # the three above, checks, counters
-}
+WITHOUT = "without attention"  # the way whose layers attend to nothing
+PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("store", KVCache, "append"),
+    ("select", Search, "choose"),
+    ("attend", decode, "attend"),
+    ("attend", decode, "attend_stored"),
+    ("layer", SparseLayer, "attend"),  # the four above, checks, counters
+)
 
 
 @dataclass
@@ -101,6 +103,20 @@ def dense_ways(prefill: Prefill, models: Mapping[str, Any], room: int) -> list[W
     return ways
 
 
+def way_without_attention(model: Any) -> Way:
+    """The model with an attention that puts out the queries, whose cache holds no prompt: what no method can go below.
+
+    Args:
+        model: another of the same weights, with `no_attention` as its implementation.
+    """
+    return Way(WITHOUT, model, DynamicCache(config=model.config))
+
+
+def no_attention(module: Any, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """An attention function of transformers: `[B,HG,n,D]` as it comes, `[B,n,HG,D]`."""
+    return query.transpose(1, 2).contiguous(), None
+
+
 def sparse_way(prefill: Prefill, model: Any, spec: str, options: argparse.Namespace, room: int) -> Way:
     """A selector's cache behind the prefill, with the index of the prompt built."""
     cache = prefill.cache(spec, options.budget, capacity=room, **cache_settings(options))
@@ -157,7 +173,7 @@ def parts(way: Way, ids: Tensor) -> dict[str, float]:
 @contextlib.contextmanager
 def stopwatch(device: torch.device) -> Iterator[dict[str, float]]:
     """Seconds spent in each of `PARTS` while it is open."""
-    spent = dict.fromkeys(PARTS, 0.0)
+    spent = {name: 0.0 for name, _, _ in PARTS}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -170,21 +186,25 @@ def stopwatch(device: torch.device) -> Iterator[dict[str, float]]:
         return run
 
     with contextlib.ExitStack() as patches:
-        for name, (owner, attribute) in PARTS.items():
+        for name, owner, attribute in PARTS:
             patches.enter_context(mock.patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
         yield spent
 
 
 def figures(
-    way: Way, dense: Way, seal: Clock | None, inside: dict[str, float] | None, rows: float | None
+    way: Way, dense: Way, bare: Way, seal: Clock | None, inside: dict[str, float] | None, rows: float | None
 ) -> dict[str, Any]:
     """What is recorded of one way. `speed_up`: dense over this one, both with their share of sealing; median, smallest
-    and largest of the rounds; of the wall and of processor time, which other work on the machine hardly changes."""
+    and largest of the rounds; of the wall and of processor time, which other work on the machine hardly changes.
+    `attention_removed`: the share of dense's time above that of the model without attention, `bare`, which this one
+    does not take; median of the rounds."""
     extra = seal or Clock(0.0, 0.0)
     pairs = [(median(a), median(b)) for a, b in zip(dense.rounds, way.rounds, strict=True)]
     ratios = [a.wall / (b.wall + extra.wall) for a, b in pairs]
     processor = [a.processor / (b.processor + extra.processor) for a, b in pairs]
     step = time_of(way)
+    triples = [tuple(median(part) for part in one) for one in zip(dense.rounds, way.rounds, bare.rounds, strict=True)]
+    removed = [(a.wall - b.wall - extra.wall) / (a.wall - c.wall) for a, b, c in triples if a.wall > c.wall]
     return {
         "name": way.name,
         "seconds_per_step": step.as_dict(),
@@ -193,6 +213,7 @@ def figures(
         "speed_up": round(statistics.median(ratios), 3),
         "speed_up_range": [round(min(ratios), 3), round(max(ratios), 3)],
         "speed_up_processor": round(statistics.median(processor), 3),
+        "attention_removed": round(statistics.median(removed), 3) if removed else None,
         "index_seconds": None if way.build is None else way.build.as_dict(),
         "rows": rows,
         "same_token_as_dense": round(

@@ -3,10 +3,12 @@
 ``python -m benchmarks.generate --tokens 16384,32768`` from the repository root writes
 ``benchmarks/results/generate-MODEL-DTYPE-DEVICE.json``. Needs Linux, whose /proc tells the peak memory of a process.
 
-Dense is the fastest of transformers' own ways here: `sdpa` and `eager` over a cache that is concatenated at every step,
-and `static`, sdpa over one that is written in place. How ways take turns, and what counts, is in `decoding.py`. What is
-fed behind a prompt stays within the model's positions if the steps do (`beyond`). A longer prompt may be timed too, as
-speed needs no positions that the model was trained for; what its answers are worth there is another matter.
+The model without attention is measured too: of the time that dense attention takes, `removed` is the share that a way
+does not. Dense is the fastest of transformers' own ways here: `sdpa` and `eager` over a cache that is concatenated at
+every step, and `static`, sdpa over one that is written in place. How ways take turns, and what counts, is in
+`decoding.py`. What is fed behind a prompt stays within the model's positions if the steps do (`beyond`). A
+longer prompt may be timed too, as speed needs no positions that the model was trained for; what its answers are worth
+there is another matter.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.decoding import (
     DENSE,
     LOOKED_INTO,
     WARM,
+    WITHOUT,
     cache_settings,
     dense_ways,
     figures,
@@ -37,15 +40,16 @@ from benchmarks.decoding import (
     sparse_way,
     take_turns,
     time_of,
+    way_without_attention,
 )
 from benchmarks.measure import Clock, peak_memory
-from benchmarks.models import SHAPES, prompt, random_model, with_attention
+from benchmarks.models import SHAPES, prompt, random_model, with_attention, without_attention
 from benchmarks.records import RESULTS
 from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
 from sparseattn.core.budget import budget_record, parse_budget
-from sparseattn.cost_model.environment import machine, versions
+from sparseattn.cost_model.environment import features, machine, versions
 from sparseattn.models.load import load_model
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.models.prefill import Prefill
@@ -88,6 +92,7 @@ def measure(
     try:
         ways = dense_ways(prefill, models, room)
         say(f"{tokens} tokens: indexes", len(options.selector))
+        ways.append(bare := way_without_attention(models[WITHOUT]))
         for spec in options.selector:
             ways.append(sparse_way(prefill, model, spec, options, room))
             say("", 1)
@@ -110,13 +115,18 @@ def measure(
             say("", 1)
     finally:
         restore(model)
-    dense = min((way for way in ways if way not in sparse), key=lambda way: time_of(way).wall)
+    dense = min((way for way in ways if way.name in DENSE), key=lambda way: time_of(way).wall)
     return {
         "tokens": tokens,
         "tokens_beyond": more,
         "prefill_seconds": read.as_dict(),
         "dense": dense.name,
-        "ways": [figures(way, dense, seals.get(way.name), inside.get(way.name), rows.get(way.name)) for way in ways],
+        "without_attention_seconds": time_of(bare).as_dict(),
+        "ways": [
+            figures(way, dense, bare, seals.get(way.name), inside.get(way.name), rows.get(way.name))
+            for way in ways
+            if way is not bare
+        ],
     }
 
 
@@ -182,12 +192,24 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """A record in words: speed, and where the time of a sparse step goes."""
     for one in record["lengths"]:
         speed = Table(
-            title=f"{one['tokens']} tokens, budget {record['budget']}; dense is transformers' {one['dense']}",
+            title=f"{one['tokens']} tokens, budget {record['budget']}; dense is transformers' {one['dense']}, and the "
+            f"model without attention takes {one['without_attention_seconds']['wall'] * 1e3:.2f} ms",
             title_justify="left",
             box=SIMPLE_HEAD,
         )
         speed.add_column("way")
-        for title in ("ms a step", "sealing", "tokens/s", "to dense", "rounds", "processor", "rows", "index s", "same"):
+        for title in (
+            "ms a step",
+            "sealing",
+            "tokens/s",
+            "to dense",
+            "rounds",
+            "processor",
+            "removed",
+            "rows",
+            "index s",
+            "same",
+        ):
             speed.add_column(title, justify="right", no_wrap=True)
         inside = Table(title="ms of a step in its parts", title_justify="left", box=SIMPLE_HEAD)
         inside.add_column("way")
@@ -201,6 +223,7 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
                 f"{way['speed_up']:.2f}",
                 "{:.2f}-{:.2f}".format(*low_high),
                 f"{way['speed_up_processor']:.2f}",
+                "" if way["attention_removed"] is None else f"{way['attention_removed']:.0%}",
                 "" if way["rows"] is None else f"{way['rows']:.0f}",
                 "" if build is None else f"{build['wall']:.2f}",
                 f"{way['same_token_as_dense']:.0%}",
@@ -284,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.error(str(error))
     options.results.mkdir(parents=True, exist_ok=True)
     models = {name: with_attention(model, name) for name in ("sdpa", "eager")}
+    models[WITHOUT] = without_attention(model)
     longest = max(tokens + beyond(tokens, positions(model), options) for tokens in options.tokens)
     ids = prompt(tokenizer, vocabulary, longest).to(model.device)
     load_before, begun = os.getloadavg(), time.perf_counter()
@@ -318,6 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "load": {"before": load_before, "after": os.getloadavg()},
         "versions": versions(),
         "machine": machine(),
+        "features": features(),
     }
     path = options.results / f"generate-{name_of(options)}-{record['dtype']}-{model.device.type}.json"
     records.save(record, path)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.vllm import SHAPE
 from sparseattn.evaluation.tasks.filler import made_up
 from sparseattn.evaluation.tasks.tokens import Tokens
 
@@ -43,6 +44,16 @@ def with_attention(model: Any, implementation: str) -> Any:
     return twin
 
 
+def without_attention(model: Any) -> Any:
+    """A second model of the same weights, whose layers attend to nothing (`decoding.no_attention`)."""
+    from transformers import AttentionInterface
+
+    from benchmarks.decoding import no_attention
+
+    AttentionInterface.register("no_attention", no_attention)
+    return with_attention(model, "no_attention")
+
+
 def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: str) -> Any:
     """A Llama of random weights, made where it is to run."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,6 +67,15 @@ def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: str
             return LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
+
+
+def random_llama(dtype: torch.dtype) -> Any:
+    """The Llama of random weights, 4 layers, that vLLM is timed with (`benchmarks.vllm`)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, dtype=dtype, bos_token_id=None, eos_token_id=None)
+    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def prompt(tokenizer: Any, vocabulary: int | None, count: int) -> Tensor:

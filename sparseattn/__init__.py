@@ -83,6 +83,8 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.tokens.adamas import Adamas as Adamas
     from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
     from sparseattn.selectors.tokens.fier import Fier as Fier
+    from sparseattn.selectors.tokens.hata import Hata as Hata
+    from sparseattn.selectors.tokens.indexer import Indexer as Indexer
     from sparseattn.selectors.tokens.infinigen import InfiniGen as InfiniGen
     from sparseattn.selectors.tokens.loki import Loki as Loki
     from sparseattn.selectors.tokens.lowbit import LowBit as LowBit

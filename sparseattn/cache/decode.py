@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
-from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.kernels.attend.dispatch import attend, attend_stored
 from sparseattn.kernels.attend.merge import merge, share
 
 CODED: dict[str | None, str] = {"reference": "torch", "gather": "torch"}  # what attends to rows that a codec keeps
@@ -99,6 +99,8 @@ def _attend_parts(
     stored, search, weights, parts = cache.stored, cache.search, None, []
     if apart and cache.codec is None:
         keys, values, bounds = *stored.sealed_rows(), stored.sealed_bounds
+    elif impl is None and not query.is_cuda:  # rows behind the newest may hold anything, and views cost
+        keys, values, bounds = stored.keys.full, stored.values.full, stored.bounds
     else:
         keys, values, bounds = stored.keys.visible, stored.values.visible, stored.bounds
     if cache.codec is not None:
@@ -111,7 +113,7 @@ def _attend_parts(
         out, lse, weights = attend(query, keys, values, selection, bounds, scale=scale, impl=impl, weights=True)
         parts.append((out, lse))
     else:
-        parts.append(attend(query, keys, values, selection, bounds, scale=scale, impl=impl))
+        parts.append(attend_stored(query, keys, values, selection, bounds, scale=scale, impl=impl))
     tail = search.tail(query, selection) if search.abilities.tail else None
     if tail is None:
         return parts, weights

@@ -8,6 +8,7 @@ what a selector is shown `ShownRows`', and what a step asks it `Search`'s.
 from __future__ import annotations
 
 import copy
+import math
 import os
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.layout import Zones
-from sparseattn.cache.rows import StoredRows
+from sparseattn.cache.rows import CUT_SHORT, StoredRows
 from sparseattn.cache.sealed_rows import SealedRows
 from sparseattn.cache.search import Search
 from sparseattn.cache.shown_rows import ShownRows, check_seal, unit_of
+from sparseattn.cache.token_store import TokenStore
 from sparseattn.cache.waiting_queries import Wanted
 from sparseattn.codecs.base import RowCodec
 from sparseattn.codecs.registry import as_codec
@@ -28,6 +30,14 @@ from sparseattn.core.budget import Allowance, Budget, allowance
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector
+
+
+def _fits(query: Tensor, keys: Tensor | None) -> bool:
+    """Whether a query `[B,H,G,D]` is one of stored keys `[B,H,N,D]`; `input_checks.query` says why not."""
+    if keys is None or query.ndim != 4 or query.dtype != keys.dtype or query.device != keys.device:
+        return False
+    (batch, heads, _, size), held = query.shape, keys.shape
+    return batch == held[0] and heads == held[1] and size == held[3]
 
 
 class KVCache:
@@ -111,7 +121,7 @@ class KVCache:
         if sealed.apart:
             near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
         self.stored, self._learns = StoredRows(sink, near, sealed, wanted), bool(wanted.share or wanted.last)
-        self.search = Search(selector, self.stored, check)
+        self._tokens, self.search = TokenStore(self.stored), Search(selector, self.stored, check)
         folder = None if indexes is None else usable_folder(indexes)
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)
         self._capacity = capacity if fixed else None
@@ -119,6 +129,7 @@ class KVCache:
             input_checks.fixable(sink, selector.unit, capacity, self.sealed_device)
             self._shown.fix(capacity, seal)
         self._decoded = False
+        self._granted: tuple[Budget, int | None] = (None, None)  # the last budget in rows, and what it allows
 
     # -- what is stored ------------------------------------------------------------------------------------------
 
@@ -211,6 +222,11 @@ class KVCache:
                 queries; a selector that serves another cache, or that cannot serve such keys or lacks the layer's RoPE
                 (`Selector.check_shape`); more rows than a `fixed` cache has. Nothing is stored then.
         """
+        waiting = self._learns and self.stored.queries.wanted(self.stored.zones.zone)
+        if positions is None and not waiting and self._tokens.put(keys, values):  # a token of a step
+            if self._shown.views:
+                self._shown.refresh()
+            return
         input_checks.tensors(keys, values, queries, positions)
         stored, first = self.stored, not self.stored.zones.count
         if first:
@@ -237,7 +253,7 @@ class KVCache:
                 input_checks.codec_fits(self.codec, keys, self.selector.layer_context.rope)
             stored.begin(zones, keys)
             self._shown.claim()
-        stored.broken = "storing rows was cut short"
+        stored.broken = CUT_SHORT
         stored.store(keys, values, queries, at, self.window + self.rollback)
         if self._shown.views:
             self._shown.refresh()
@@ -282,18 +298,32 @@ class KVCache:
 
     def prepare(self, query: Tensor, budget: Budget) -> Allowance:
         """The first half of `select`: checks both, seals what is due, and says what the budget allows."""
-        stored = self.stored
-        stored.require()
-        input_checks.query(query, stored.keys.full)
-        if not query.is_cuda:
+        stored, keys = self.stored, self.stored.keys.storage
+        if keys is None or stored.broken or not stored.zones.count:
+            stored.require()
+        if not (isinstance(query, Tensor) and _fits(query, keys)):
+            input_checks.query(query, stored.keys.full)
+        if not query.is_cuda and not math.isfinite(query.sum()):
             input_checks.finite(query=query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
         if self._learns and (learned := stored.queries.kept) is not None:
             input_checks.group(query, learned)
-        allowed = allowance(self.selector, budget, max(stored.zones.count), self._capacity)
+        allowed = self._allowance(budget)
         self._seal_due(decoded=1)
         return allowed
+
+    def _allowance(self, budget: Budget) -> Allowance:
+        """`allowance`; of a budget in rows the part that does not follow the context is asked for once."""
+        count = self.stored.zones.count
+        context = count[0] if len(count) == 1 else max(count)
+        known, rows = self._granted
+        if rows is None or budget is not known or self._capacity is not None:
+            allowed = allowance(self.selector, budget, context, self._capacity)
+            if type(budget) is int:
+                self._granted = budget, self.selector.allowed(budget)
+            return allowed
+        return Allowance(min(rows, max(context, self.selector.span)), None)
 
     # -- editing -----------------------------------------------------------------------------------------------------
 
@@ -360,6 +390,7 @@ class KVCache:
         """An independent copy, selector included."""
         twin = copy.copy(self)
         twin.selector, twin.stored = self.selector.clone(), self.stored.clone()
+        twin._tokens = TokenStore(twin.stored)
         twin.search = self.search.of(twin.selector, twin.stored)
         twin._shown = ShownRows(twin.selector, twin.search.abilities, twin.stored, self._shown.indexes)
         if self.batch:

@@ -58,6 +58,22 @@ class Zones:
             first = row
         return first
 
+    def next_row(self) -> tuple[int, int] | None:
+        """The physical row where one more token of every sequence lies, and its position; None where these differ, or
+        some sequence fills its sink yet."""
+        counts, sealed, following = self.count, self.sealed, self.next
+        waiting = counts[0] - sealed[0]
+        if len(counts) > 1 and (
+            len(set(following)) > 1 or any(count - old != waiting for count, old in zip(counts, sealed, strict=True))
+        ):
+            return None
+        return None if min(counts) < self.sink else (self.start - self.sink + waiting, following[0])
+
+    def add_one(self) -> None:
+        """Counts one more real row of every sequence, at the next position."""
+        self.count = [count + 1 for count in self.count]
+        self.next = [position + 1 for position in self.next]
+
     def due(self, keep: int, seal: int, span: int) -> list[int]:
         """Rows to seal now, whole spans: all but the newest `keep`, once `seal` rows wait in some sequence.
 

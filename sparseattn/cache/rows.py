@@ -21,6 +21,8 @@ from sparseattn.core.selection import Bounds
 from sparseattn.kernels.attend_quantized.reference import CodedRows
 from sparseattn.selectors.base import Rows
 
+CUT_SHORT = "storing rows was cut short"
+
 
 class StoredRows:
     """Keys, values and positions of B sequences and H heads, and the queries that wait until rows are sealed.
@@ -179,6 +181,13 @@ class StoredRows:
         if queries is not None and at is not None and number is not None:
             self.queries.store(queries, at, number < self.sink, not zones.zone, spare)
         self.publish(ends)
+
+    def note_token(self, row: int, position: int) -> None:
+        """Counts one more token of every sequence, which has been written to `row`, with what the device reads."""
+        self.zones.add_one()
+        self.keys.rows = self.values.rows = self.positions.rows = row + 1
+        batch = len(self.zones.count)
+        self._written = (*self._written[:2], [row + 1] * batch, [position] * batch)
 
     def _write_run(self, keys: Tensor, values: Tensor, first: int, end: int, at: Tensor | list[int]) -> None:
         """Stores new rows, which end at row `end`, from row `first` on in every sequence; `at`: positions `[B,n]`, or

@@ -34,12 +34,14 @@ class Search:
         latest_tail: what was attended to beside it.
         latest_promise: what it holds by the selector's estimate, of a budget by mass.
         lookahead: `[B,H,G,D]`, the next query, as the layer before foresees it; of one step.
+        pages_checked: whether scores of pages were held against the contract, which the first checked step does.
     """
 
     def __init__(self, selector: Selector, stored: StoredRows, check: bool) -> None:
         self.selector, self.stored, self.check = selector, stored, check
         self.lookahead: Tensor | None = None
         self.abilities = Abilities.of(selector)
+        self.pages_checked = False
         self.forget()
 
     def forget(self) -> None:
@@ -136,6 +138,9 @@ class Search:
             return chosen if mass is None else self._cut(Weighed.nothing(query), near, mass)
         step = self.step(near() if near is not None and self.abilities.weighs_near else None, counted)
         weighed = None
+        if self.check and not self.pages_checked:
+            selection_checks.check_pages(query, selector)
+            self.pages_checked = True
         if mass is None:
             chosen = selector.select(query, step, rows)
         else:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.cache.page_trial import check_broadcast
 from sparseattn.core.selection import Selection, Tail, Weighed
 from sparseattn.selectors.abilities import Biases, Evicts
 from sparseattn.selectors.base import Selector
+from sparseattn.selectors.pages.base import PageSelector
 
 
 class ContractError(ValueError):
@@ -67,6 +69,21 @@ def check(
         if bool((cost < 0).any()):
             raise ContractError(f"{selector!r} reports {name} of {int(cost.min())}: counts are 0 or more")
     _check_rows(selection, query, positions, budget, sealed, real, selector)
+
+
+def check_pages(query: Tensor, selector: Selector) -> None:
+    """Methods that score pages do so in the right shape for any batch, group and number of pages (`check_broadcast`).
+
+    Arguments as of `check`.
+
+    Raises:
+        ContractError: the first violation found.
+    """
+    for method in selector.find(PageSelector):
+        try:
+            check_broadcast(method, query)
+        except ValueError as error:
+            raise ContractError(f"{selector!r}: {error}") from error
 
 
 def check_weighed(weighed: Weighed, query: Tensor, selector: Selector) -> None:

@@ -16,9 +16,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import sparseattn
+from sparseattn.cli.help_groups import grouped
 
 # A command NAME is the function `run` of NAME.py in this folder, its options and its help are in NAME_options.py. What
-# stands here is its line in `sparseattn --help`, where commands are in groups.
+# stands here is its line in `sparseattn --help`, where commands are in groups. GROUPS of the options are in its help.
 GROUPS = {
     "Compare methods": {
         "bench": "Compare methods with full attention, step by step, at the end of traces.",
@@ -47,6 +48,7 @@ GROUPS = {
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 UsageError: Any = typer.BadParameter.__base__  # of click, which newer versions of typer hold inside
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended
+WANTED = {"int": "a whole number", "float": "a number"}  # by the kind of a fault of pydantic's
 NO_NUMPY = "Failed to initialize NumPy"  # torch's warning, where no extra brought it
 
 
@@ -96,7 +98,10 @@ class Commands(TyperGroup):
 
 def _sentence(error: Any) -> str:
     """Return what is wrong with a command line as one line."""
-    words = " ".join(error.format_message().split())
+    for fault in getattr(error.__cause__, "errors", list)():  # of pydantic, whose words are of Python
+        if should := WANTED.get(fault["type"].partition("_")[0]):
+            return f"{'/'.join(error.param.opts)} must be {should}, got {fault['input']!r}."
+    words = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
     return f"{words[:1].lower()}{words[1:]}{'' if words.endswith(('.', '?')) else '.'}"
 
 
@@ -111,7 +116,8 @@ def load(name: str) -> Any:
     options = getattr(module, f"{name.title().replace('-', '')}Options")
     command = _imported(name, "command").command
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    register = alone.command(name, context_settings=getattr(module, "CONTEXT", None))
+    made = grouped(getattr(module, "GROUPS", {}))
+    register = alone.command(name, cls=made, context_settings=getattr(module, "CONTEXT", None))
     register(command(options, lambda given: _imported(name, file).run(given)))
     return typer.main.get_command(alone)
 

@@ -84,7 +84,8 @@ def run(options: BenchOptions) -> None:
     if options.figures:
         _draw_comparisons(options, replays, comparisons)
     every = [result for replay in replays for result in replay.results]
-    for closing in filter(None, (replay_tables.verdict(every), replay_tables.finding(every))):
+    closing_lines = (replay_tables.verdict(every), *replay_tables.own_methods(every), replay_tables.finding(every))
+    for closing in filter(None, closing_lines):
         (errors if options.json else Screen()).print(closing, soft_wrap=True)
     if options.demo and options.figures:
         errors.print(f"report: {_write_page(options, names)}", soft_wrap=True)

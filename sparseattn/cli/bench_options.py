@@ -28,6 +28,14 @@ BUDGETS = "64,256,1024"  # where none are asked for; those of them that a trace 
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
 
 
+GROUPS = {  # of options, in help
+    "Methods": ("selector", "roles", "trust", "budget", "sink", "window", "seal", "kv_rows"),
+    "What is measured": ("layers", "last", "every", "far", "device", "indexes"),
+    "Comparisons": ("per_head", "by_layer", "rows", "bytes_read", "by_step"),
+    "Results": ("out", "wide", "json", "figures"),
+}
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """Decode the end of recorded traces again with every method, and compare each step with full attention.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from sparseattn.cli.doctor_options import SELECTOR, DoctorOptions
 from sparseattn.cli.inputs import open_model
 from sparseattn.core.diagnosis import LayerDiagnosis, nothing_active
 from sparseattn.core.effects import idle_above, idle_budget, idle_layers
+from sparseattn.cost_model import known_models
+from sparseattn.models.load import NAMED
 from sparseattn.reporting.doctor_tables import layers_table
 from sparseattn.reporting.terminal import table_screen
 from sparseattn.roles.plan import Plan
@@ -25,7 +28,7 @@ IDLE = 1  # the exit status where no layer would leave a row out
 def run(options: DoctorOptions) -> None:
     """Run `sparseattn doctor`."""
     _ = options.file
-    model, _ = open_model(options.model, None, torch.device("cpu"))
+    model = _opened(options)
     config = model.config.get_text_config(decoder=True)
     length = options.length or getattr(config, "max_position_embeddings", None)
     if length is None:
@@ -45,6 +48,19 @@ def run(options: DoctorOptions) -> None:
         raise typer.Exit(IDLE)
 
 
+def _opened(options: DoctorOptions) -> Any:
+    """Return the model, or one of its attention's shape where that is known by name and nothing asks for weights."""
+    from sparseattn.models.skeleton import skeleton
+
+    known, name = known_models.named(), options.model
+    if name not in known or name in NAMED or Path(name).exists():
+        return open_model(name, None, torch.device("cpu"))[0]
+    if options.plan is not None:
+        raise ValueError(f"a plan is for the weights of one model: name the folder or hub name of {name} for --plan")
+    say(f"{name}: the shape that the package knows by this name; no weights are read")
+    return skeleton(known[name]["config"])
+
+
 def _lines(options: DoctorOptions, model: Any, length: int) -> tuple[list[LayerDiagnosis], int]:
     """Return a line for each layer, and how many of the first may stay dense so that one is sparse."""
     from sparseattn.models.diagnosis import diagnosed
@@ -60,7 +76,7 @@ def _lines(options: DoctorOptions, model: Any, length: int) -> tuple[list[LayerD
         return diagnosed(SparseCache(model, plan=file, seal=None), length), most
     if file is not None:
         return diagnosed(SparseCache(model, budget=options.rows, roles=file, **zones), length), most
-    zones["dense_layers"] = min(options.dense_layers, len(whole.layers))
+    zones["dense_layers"] = min(options.first_dense, len(whole.layers))
     return diagnosed(SparseCache(model, options.selector or SELECTOR, options.rows, **zones), length), most
 
 
@@ -74,7 +90,7 @@ def _without_effect(options: DoctorOptions, length: int, most: int) -> list[str]
     of_plan = shared.spelled(sorted({"budget", "sink", "window", "dense_layers"} & options.given))
     if options.file is None:
         found.append(idle_budget(options.rows, length, options.sink, options.window, "the sequence"))
-        found.append(idle_layers(options.dense_layers, most))
+        found.append(idle_layers(options.first_dense, most))
     elif isinstance(options.file, Plan) and of_plan:
         found.append(f"a plan says what each layer reads: {of_plan} change nothing")
     return [sentence for sentence in found if sentence is not None]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sparseattn.roles.roles import Roles
     from sparseattn.serving.vllm.settings import Settings
 
-SELECTOR = "quest"
+SELECTOR, BUDGET = "quest", 1024  # of a SparseCache; vLLM's are those of `serve`
 
 
 class Runner(str, Enum):
@@ -48,12 +48,12 @@ class DoctorOptions:
         ),
     ] = None
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Tokens that a query reads besides sink and window: a number (1024), a share of the context (5%), a "
-            "share of the attention (mass:0.95), or all."
+            f"share of the attention (mass:0.95), or all. Default: {BUDGET}, for vLLM {defaults.BUDGET}."
         ),
-    ] = "1024"
+    ] = None
     roles: Annotated[Path | None, typer.Option(help="Roles file, instead of --selector.")] = None
     plan: Annotated[Path | None, typer.Option(help="Plan for this model, instead of --selector.")] = None
     trust: shared.Trust = None
@@ -66,9 +66,14 @@ class DoctorOptions:
     above: Annotated[int, typer.Option(help="For vLLM: sequences of at most this many tokens stay dense.")] = (
         defaults.ABOVE
     )
-    sink: shared.Sink = 4
-    window: shared.Window = 64
-    dense_layers: shared.DenseLayers = 0
+    sink: shared.Sink = defaults.SINK
+    window: shared.Window = defaults.WINDOW
+    dense_layers: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Number of first layers that keep full attention. Default: 0, for vLLM {defaults.DENSE_LAYERS}."
+        ),
+    ] = None
     json: shared.JsonLines = False
 
     def __post_init__(self) -> None:
@@ -90,10 +95,17 @@ class DoctorOptions:
 
     @cached_property
     def rows(self) -> Budget:
-        """The budget of all layers."""
+        """The budget of all layers: the one given, or that with which the engine would start."""
         from sparseattn.core.budget import parse_budget
 
-        return parse_budget(self.budget)
+        return parse_budget(self.budget or str(defaults.BUDGET if self.vllm else BUDGET))
+
+    @property
+    def first_dense(self) -> int:
+        """How many first layers stay dense: as given, or as the engine would start."""
+        if self.dense_layers is not None:
+            return self.dense_layers
+        return defaults.DENSE_LAYERS if self.vllm else 0
 
     @cached_property
     def file(self) -> Roles | None:
@@ -116,6 +128,6 @@ class DoctorOptions:
             return Settings.of_plan(self.file, self.above)
         if not isinstance(self.rows, int):
             raise ValueError(f"--for vllm needs a --budget in tokens, such as 1024, got {self.budget}")
-        names = ("sink", "window", "dense_layers", "above")
-        zones = {name: getattr(self, name) for name in names}
-        return parse({"selector": self.selector or defaults.SELECTOR, "budget": self.rows, **zones})
+        zones = {name: getattr(self, name) for name in ("sink", "window", "above")}
+        chosen = {"selector": self.selector or defaults.SELECTOR, "budget": self.rows}
+        return parse({**chosen, **zones, "dense_layers": self.first_dense})

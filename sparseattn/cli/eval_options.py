@@ -33,6 +33,15 @@ GENERATED = "passkey,kv"
 BUDGETS = "64,256,1024"  # where none are asked for; those of them that a prompt is too short for change nothing
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 OF_PROMPTS = ("layout", "templates", "demos", "results")
+GROUPS = {  # of options, in help
+    "Who answers": ("model", "engine", "endpoint", "concurrency", "dtype", "device", "chunk", "chat"),
+    "Made-up questions": ("task", "lengths", "depths", "samples", "seed", "filler", "qa", "ruler_words"),
+    "Agreement on a text": ("text", "last"),
+    "Prompts from files": (*OF_PROMPTS[:3], "prompts", "scoring", "template", "tail", "max_length", "results"),
+    "Methods": ("selector", "roles", "plan", "trust", "budget", "sink", "window", "seal", "kv_rows"),
+    "What is sparse": ("protocol", "dense_layers", "sparse_layers"),
+    "Answers and records": ("answer_tokens", "out", "json", "figures"),
+}
 
 
 class ResultsForm(str, Enum):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import time
 from collections.abc import Callable, Iterator
 
 from rich.progress import (
@@ -18,7 +20,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from sparseattn.cli.command import errors
+from sparseattn.cli.command import errors, say
 from sparseattn.reporting.terminal import plain
 
 BAR = 20  # characters
@@ -46,6 +48,18 @@ def progress_bar() -> Progress:
         transient=True,
         disable=not errors.is_terminal,
     )
+
+
+class Stages:
+    """Lines of what begins, with the time since the first, where standard error is no terminal and shows no bar."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+
+    def say(self, words: str) -> None:
+        """Print the time and what begins now."""
+        if not errors.is_terminal:
+            say(f"{datetime.timedelta(seconds=int(time.monotonic() - self.begun))} {words}")
 
 
 @contextlib.contextmanager

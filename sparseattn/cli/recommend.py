@@ -16,6 +16,12 @@ from sparseattn.utils.locks import locked
 
 def run(options: RecommendOptions) -> None:
     """Run `sparseattn recommend`."""
+    if options.lossless:
+        from sparseattn.cli.recommend_lossless import run as run_lossless
+
+        results_folder(options.out)
+        run_lossless(options)
+        return
     from sparseattn.cli.recommend_search import NoPlanError, search
     from sparseattn.cli.recommend_show import page, say
 

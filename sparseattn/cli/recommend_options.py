@@ -38,6 +38,16 @@ class Target(str, Enum):
     vllm = "vllm"
 
 
+GROUPS = {  # of options, in help
+    "What to keep": ("text", "model", "error", "measure"),
+    "What to save": ("machine", "context", "batch"),
+    "What to choose from": ("selector", "budget", "by", "engine", "lossless", "drafts", "sink", "window"),
+    "How long to look": ("length", "last", "windows", "held_out", "draws"),
+    "How to compute": ("dtype", "device", "chunk"),
+    "Results": ("name", "out", "plan", "json"),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class RecommendOptions:
     """Choose a method and a budget for every layer of a model, and verify the result on held-out text.
@@ -108,6 +118,17 @@ class RecommendOptions:
             "layer and one page size.",
         ),
     ] = Target.transformers
+    lossless: Annotated[
+        bool,
+        typer.Option(
+            "--lossless",
+            help="Choose how to draft for full attention's own tokens instead: method, budget and --drafts by measured "
+            "tokens a second. --error and a plan have no part in it.",
+        ),
+    ] = False
+    drafts: Annotated[
+        str, typer.Option(help="Numbers of tokens to draft before each check, with commas, for --lossless.")
+    ] = "2,4,8"
     length: Annotated[int, typer.Option(help="Tokens of each window, a piece of the text.")] = 4096
     last: Annotated[int, typer.Option(help="Number of tokens to decode, at the end of each window.")] = 32
     windows: Annotated[int, typer.Option(help="Number of windows to choose on.")] = 4
@@ -148,6 +169,8 @@ class RecommendOptions:
             raise ValueError("--budget takes tokens, shares or masses, got 'all': full attention is always a candidate")
         if self.vllm:
             self._check_for_vllm()
+        if self.lossless and self.vllm:
+            raise ValueError("--lossless is for generate_lossless with transformers: leave --for vllm out")
         numbers = ("batch", "length", "last", "windows", "held_out", "draws", "chunk")
         values.check_positive(
             {"--context": self.context_rows, **{shared.spelled([name]): getattr(self, name) for name in numbers}}
@@ -166,6 +189,16 @@ class RecommendOptions:
 
         for method in self.selector or ():
             servable(method)
+
+    @cached_property
+    def draft_numbers(self) -> tuple[int, ...]:
+        """How many tokens to draft, each number once."""
+        from sparseattn.models.lossless import MOST_DRAFTS
+
+        numbers = tuple(dict.fromkeys(values.integers(self.drafts, "--drafts") or ()))
+        if not numbers or not all(1 <= number <= MOST_DRAFTS for number in numbers):
+            raise ValueError(f"--drafts takes numbers from 1 to {MOST_DRAFTS}, with commas, got {self.drafts!r}")
+        return numbers
 
     @cached_property
     def bound(self) -> Bound:

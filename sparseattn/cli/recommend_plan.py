@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparseattn.cli.inputs import InputText
@@ -17,7 +17,7 @@ from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.recommend.objective import Layer, Objective, Predicted
 from sparseattn.recommend.records import TrialRecords
-from sparseattn.recommend.search import Proposal
+from sparseattn.recommend.search import LayerOption, Proposal
 from sparseattn.roles.plan import Plan
 
 FORMAT = 2  # of the records
@@ -54,14 +54,22 @@ def settings_of(
     }
 
 
+@dataclass(frozen=True, eq=False)
+class Configuration:
+    """A configuration that keeps the bound, as in `Recommendation`, and what the held-out windows said of it."""
+
+    objective: Objective
+    choices: dict[int, list[LayerOption]]
+    proposal: Proposal
+    verified: list[dict[str, Any]]
+    rounds: list[dict[str, Any]]
+
+
 def make_plan(
     options: RecommendOptions,
     settings: dict[str, Any],
     full: float,
-    proposal: Proposal,
-    objective: Objective,
-    rounds: Sequence[dict[str, Any]],
-    verified_windows: Sequence[dict[str, Any]],
+    found: Configuration,
     seconds: float,
     measured: Sequence[dict[str, Any]],
     instead: str = "",
@@ -72,14 +80,12 @@ def make_plan(
         options: of the command.
         settings: of its records.
         full: what full attention costs.
-        proposal: roles of the layers.
-        objective: what was to be small.
-        rounds: see `settling.Settled`.
-        verified_windows: what was measured of the plan on each window held out.
+        found: what keeps the bound.
         seconds: that this run took, without what earlier ones left in the records.
         measured: records of versions and machines that measured.
         instead: why this is no plan of what was asked for, as a sentence; "" where it is.
     """
+    proposal, objective, rounds, verified_windows = found.proposal, found.objective, found.rounds, found.verified
     verified: dict[str, Any] = {
         "windows": len(verified_windows),
         "tokens": sum(one["scored_tokens"] for one in verified_windows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ import torch
 from sparseattn.cli import options as shared
 from sparseattn.cli.command import say
 from sparseattn.cli.inputs import open_model, open_texts
-from sparseattn.cli.progress import progress_bar
+from sparseattn.cli.progress import Stages, progress_bar
 from sparseattn.cli.recommend_options import RecommendOptions
-from sparseattn.cli.recommend_plan import MADE, keep, make_plan, mean, record_origin, settings_of
+from sparseattn.cli.recommend_plan import MADE, Configuration, keep, make_plan, mean, record_origin, settings_of
 from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.machine import Machine
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
@@ -71,10 +72,11 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         ValueError: what does not fit the model, or records of other settings.
         NoPlanError: nothing keeps the bound.
     """
-    begun = time.monotonic()
+    begun, stages = time.monotonic(), Stages()
     texts = open_texts(options.text)
     groups = candidates(options.methods, options.budgets, options.length, windows=not options.vllm)
     dtype = shared.torch_dtype(options.dtype)
+    stages.say(f"load {options.model}")
     model, tokenizer = open_model(options.model, dtype, options.place)
     tokens = Tokens(tokenizer)
     every = windows(
@@ -101,9 +103,9 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         record_origin,
     )
     wanted = _objective(options, layers, groups, wide)
-    _measure_frontiers(trials, [window for window in every if not window.held_out], groups, len(layers))
+    _measure_frontiers(trials, [window for window in every if not window.held_out], groups, len(layers), stages)
     means = averaged(trials.frontiers(groups))
-    looking = functools.partial(_found, options, trials, every, layers, means, groups)
+    looking = functools.partial(_found, options, trials, every, layers, means, groups, stages)
     instead = ""
     try:
         found = looking(wanted)
@@ -117,27 +119,13 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         options,
         settings,
         _full_cost(layers, found.choices),
-        found.proposal,
-        found.objective,
-        found.rounds,
-        found.verified,
+        found,
         time.monotonic() - begun,
         records.of(MADE),
         instead,
     )
     keep(records, plan)
     return Recommendation(plan, layers, found.choices, found.proposal, found.objective, found.rounds, options.vllm)
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """A configuration that keeps the bound, as in `Recommendation`, and what the held-out windows said of it."""
-
-    objective: Objective
-    choices: dict[int, list[LayerOption]]
-    proposal: Proposal
-    verified: list[dict[str, Any]]
-    rounds: list[dict[str, Any]]
 
 
 def _found(
@@ -147,15 +135,16 @@ def _found(
     layers: Sequence[Layer],
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
+    stages: Stages,
     objective: Objective,
-) -> _Found:
+) -> Configuration:
     """Choose and verify what has little of the objective; NoPlanError where nothing keeps the bound."""
     choices = _choices(layers, means, groups, objective)
     families = _families(choices) if options.vllm else [choices]
-    return _Found(objective, choices, *_verified(options, trials, every, layers, families, objective))
+    return Configuration(objective, choices, *_verified(options, trials, every, layers, families, objective, stages))
 
 
-def _by_bytes(none: NoPlanError, looking: Callable[[], _Found]) -> _Found:
+def _by_bytes(none: NoPlanError, looking: Callable[[], Configuration]) -> Configuration:
     """Return what keeps the bound and reads fewer bytes; NoPlanError with both reasons where nothing does either."""
     try:
         return looking()
@@ -163,7 +152,7 @@ def _by_bytes(none: NoPlanError, looking: Callable[[], _Found]) -> _Found:
         raise NoPlanError(f"{none} By bytes read, {either} {ADVICE}") from None
 
 
-def _predicted_time(found: _Found, layers: Sequence[Layer], wanted: Predicted) -> str:
+def _predicted_time(found: Configuration, layers: Sequence[Layer], wanted: Predicted) -> str:
     """Say what a configuration costs by what was wanted."""
     cost = full = 0.0
     for layer in layers:
@@ -235,12 +224,13 @@ def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence
 
 
 def _measure_frontiers(
-    trials: Trials, searched: Sequence[TextWindow], groups: Sequence[Sequence[Role]], layers: int
+    trials: Trials, searched: Sequence[TextWindow], groups: Sequence[Sequence[Role]], layers: int, stages: Stages
 ) -> None:
     with progress_bar() as bar:
         task = bar.add_task("layers", total=len(searched) * layers * len(groups))
         for n, window in enumerate(searched, 1):
             bar.update(task, description=f"layers, window {n}/{len(searched)}")
+            stages.say(f"measure {len(groups)} methods in {layers} layers, window {n} of {len(searched)}")
             trials.frontier(window, groups, lambda done: bar.advance(task, done))
 
 
@@ -292,6 +282,7 @@ def _verified(
     layers: Sequence[Layer],
     families: Sequence[dict[int, list[LayerOption]]],
     objective: Objective,
+    stages: Stages,
 ) -> tuple[Proposal, list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the configuration that keeps the bound on windows held out, what was measured of it there, and the rounds.
 
@@ -301,9 +292,11 @@ def _verified(
     bound = options.bound
     searched, held_out = ([window for window in every if window.held_out == out] for out in (False, True))
     verified: list[dict[str, Any]] = []  # of the newest proposal
+    numbers = itertools.count(1)
 
     def losses(proposal: Proposal, where: Sequence[TextWindow], what: str) -> list[dict[str, Any]]:
         records = []
+        stages.say(f"{what}: a plan on {len(where)} {'window' if len(where) == 1 else 'windows'}")
         with progress_bar() as bar:
             task = bar.add_task(what, total=len(where))
             for window in where:
@@ -312,7 +305,7 @@ def _verified(
         return records
 
     def loss(proposal: Proposal) -> float:
-        records = losses(proposal, searched, "search")
+        records = losses(proposal, searched, f"search {next(numbers)}")
         return mean([bound.loss(record) for record in records])
 
     def verify(proposal: Proposal, n: int) -> float:

@@ -13,6 +13,7 @@ from sparseattn.reporting.agreement_tables import with_interval
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 from sparseattn.roles.role import Role
+from sparseattn.serving.vllm.defaults import ABOVE
 
 MOST_WINDOWS = 1000  # that a user may be told to verify on
 
@@ -86,11 +87,15 @@ def _share(value: float) -> str:
 
 def _next(result: Recommendation, plan: Path) -> str:
     model = result.plan.model["name"]
+    length = result.plan.made["length"]
     if result.serves:
-        return f"sparseattn serve {shlex.quote(model)} --plan {shlex.quote(str(plan))}"
+        return (
+            f"sparseattn serve {shlex.quote(model)} --plan {shlex.quote(str(plan))}  # measured at {length:,} tokens; "
+            f"serve is sparse above {ABOVE:,} (--above)"
+        )
     return (
         f"sparseattn eval --model {shlex.quote(model)} --task agreement --text OTHER_TEXT --lengths "
-        f"{result.plan.made['length']} --plan {shlex.quote(str(plan))}"
+        f"{length} --plan {shlex.quote(str(plan))}"
     )
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sparseattn.cli.command import errors
+from sparseattn.cli import report_defaults
+from sparseattn.cli.command import errors, say
 from sparseattn.cli.inputs import open_trace
 from sparseattn.cli.progress import model_progress, progress_bar
 from sparseattn.cli.report_options import Explored, ReportOptions
@@ -18,7 +19,7 @@ from sparseattn.evaluation.replay_settings import usable_layers
 from sparseattn.evaluation.token_explorer import explore
 from sparseattn.models.errors import ModelError
 from sparseattn.models.packaged import PACKAGED
-from sparseattn.reporting.html import explorer, html, origin
+from sparseattn.reporting.html import bench, explorer, html, origin
 from sparseattn.reporting.html import folders as reading
 from sparseattn.reporting.html.heading import heading
 from sparseattn.reporting.html.kinds import CHECKS, KINDS
@@ -29,14 +30,17 @@ from sparseattn.roles.roles import as_method
 from sparseattn.utils.files import write_atomic
 from sparseattn.utils.pypi_wheels import FetchError
 
-EXPLORED = ("quest", "lowbit", "exact")
-QUERIES = 8
 MODEL_NAMES = {name: one.title for name, one in PACKAGED.items()}
 
 
 def run(options: ReportOptions) -> None:
     """Run `sparseattn report`."""
-    path = write_report(options.folders or [], options.out, options.title, options.explored())
+    folders = options.folders or []
+    measured = reading.read(folders, CHECKS).get(bench.FILE, []) if options.trace else []
+    explored, left_out = report_defaults.explored(options, [one for source in measured for one in source.records])
+    for label in left_out:
+        say(f"{label} is not in the explorer, since its code would run: add --selector {label}")
+    path = write_report(folders, options.out, options.title, explored)
     errors.print(f"report: {path}", soft_wrap=True)
 
 

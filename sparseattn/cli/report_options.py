@@ -11,11 +11,12 @@ import typer
 
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.core.budget import Budget, parse_budget
+from sparseattn.core.budget import Budget
 from sparseattn.evaluation.builtin_traces import BUILTIN
 
 EXPLORED = ("quest", "lowbit", "exact")
 QUERIES = 8
+SINK, WINDOW = 4, 64
 FILES = (  # of `KINDS`
     "recommend.jsonl",
     "bench.jsonl",
@@ -45,8 +46,8 @@ class Explored:
     budget: Budget = 256
     queries: int = QUERIES
     layers: Sequence[int] | None = None
-    sink: int = 4
-    window: int = 64
+    sink: int = SINK
+    window: int = WINDOW
     device: str | None = None
 
 
@@ -78,30 +79,34 @@ class ReportOptions:
     ] = None
     selector: Annotated[
         list[str] | None,
-        shared.selector_option(f"What they read is shown on the --trace. Default: {' '.join(EXPLORED)}."),
+        shared.selector_option(
+            f"What they read is shown on the --trace. Default: methods of the folder's bench.jsonl, else "
+            f"{' '.join(EXPLORED)}."
+        ),
     ] = None
     budget: Annotated[
-        str, typer.Option(help="Tokens that these methods read besides sink and window, on the --trace.")
-    ] = "256"
+        str | None,
+        typer.Option(
+            help="Tokens that these methods read besides sink and window, on the --trace. Default: 256, or the middle "
+            "one that bench measured."
+        ),
+    ] = None
     queries: Annotated[int, typer.Option(help="Number of tokens to show, at the end of the --trace.")] = QUERIES
     layers: shared.Layers = None
-    sink: shared.Sink = 4
-    window: shared.Window = 64
+    sink: Annotated[
+        int | None, typer.Option(help=f"Number of first tokens that every query reads. Default: {SINK}, or bench's.")
+    ] = None
+    window: Annotated[
+        int | None,
+        typer.Option(help=f"Number of most recent tokens that every query reads. Default: {WINDOW}, or bench's."),
+    ] = None
     device: shared.ReplayDevice = None
 
     def __post_init__(self) -> None:
         if self.selector and not self.trace:
             raise ValueError("--selector needs a --trace, on which it is shown")
 
-    def explored(self) -> Explored:
-        """Return the traces whose attention is shown."""
-        return Explored(
-            self.trace or (),
-            self.selector or EXPLORED,
-            parse_budget(self.budget),
-            self.queries,
-            values.integers(self.layers, "--layers"),
-            self.sink,
-            self.window,
-            self.device,
-        )
+    @property
+    def layer_numbers(self) -> list[int] | None:
+        """The layers to show; None: all."""
+        return values.integers(self.layers, "--layers")

@@ -12,7 +12,7 @@ import typer
 
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.serving.vllm.defaults import ABOVE, DENSE_LAYERS, REFUSE, SELECTOR, SINK, WINDOW
+from sparseattn.serving.vllm.defaults import ABOVE, BUDGET, DENSE_LAYERS, REFUSE, SELECTOR, SINK, WINDOW
 from sparseattn.serving.vllm.defaults import STOCK as STOCK_VLLM
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from sparseattn.serving.vllm.server import ServedModel
     from sparseattn.serving.vllm.settings import Settings
 
+GROUPS = {  # of options, in help
+    "What is read": ("selector", "budget", "sink", "window", "plan", "trust", "dense_layers", "above"),
+    "Where it listens": ("name", "host", "port", "drain"),
+    "The engine": ("dtype", "max_model_len", "tensor_parallel_size", "kv_cache_gib", "on_mismatch"),
+}
 STOCK = "none"  # the --selector that leaves vLLM as it is
 GIB = 1 << 30
 
@@ -45,7 +50,7 @@ class ServeOptions:
             autocompletion=completion.selectors(STOCK),
         ),
     ] = SELECTOR
-    budget: Annotated[int, typer.Option(help="Tokens that a query reads besides sink and window.")] = 2048
+    budget: Annotated[int, typer.Option(help="Tokens that a query reads besides sink and window.")] = BUDGET
     sink: shared.Sink = SINK
     window: shared.Window = WINDOW
     plan: Annotated[
@@ -57,7 +62,13 @@ class ServeOptions:
     ] = None
     trust: shared.Trust = None
     dense_layers: shared.DenseLayers = DENSE_LAYERS
-    above: Annotated[int, typer.Option(help="Sequences of at most this many tokens get full attention.")] = ABOVE
+    above: Annotated[
+        int,
+        typer.Option(
+            help="Sequences of at most this many tokens get full attention. The default comes from timings on CPUs; "
+            "`sparseattn machine` predicts from which length a GPU gains."
+        ),
+    ] = ABOVE
     on_mismatch: Annotated[
         str,
         typer.Option(

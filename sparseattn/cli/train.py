@@ -1,4 +1,4 @@
-"""`sparseattn train`: what SAAP and querypq learn from traces of many prompts, as an artefact file."""
+"""`sparseattn train`: what methods learn from traces of many prompts, as an artefact file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer
 
 from sparseattn.cli import values
 from sparseattn.cli.progress import progress_bar, progress_of
-from sparseattn.cli.train_options import QUERYPQ, TrainOptions
+from sparseattn.cli.train_options import INDEXES, QUERYPQ, SAAP, TrainOptions
 from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
 from sparseattn.selectors.parameters.saap_artefact import Artefact
-from sparseattn.training import Progress, train, train_codes
+from sparseattn.training import Progress, train, train_codes, train_index
 from sparseattn.training.query_codes import kept
 from sparseattn.utils.devices import usable_device
 
@@ -26,6 +26,11 @@ MADE = ("shares", "filters")  # fields of a recipe that are made of several opti
 
 def run(options: TrainOptions) -> None:
     """Run `sparseattn train`."""
+    if options.method != SAAP and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"--method {options.method} takes one process, got {os.environ['WORLD_SIZE']} of torchrun")
+    if options.method in INDEXES:
+        _train_index(options)
+        return
     if options.method == QUERYPQ:
         _train_codes(options)
         return
@@ -53,8 +58,6 @@ def run(options: TrainOptions) -> None:
 
 def _train_codes(options: TrainOptions) -> None:
     """Write what querypq codes keys by, and say how much of the logits' variance its codes keep."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"--method {QUERYPQ} takes one process, got {os.environ['WORLD_SIZE']} of torchrun")
     started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
     with progress_of(f"train {QUERYPQ}") as progress:
         calibration = train_codes(
@@ -73,6 +76,28 @@ def _train_codes(options: TrainOptions) -> None:
     console.print(
         f"{out}: {len(shares)} layers, {parts} subspaces of {centroids} centroids, {size / 2**20:.1f} MiB, {prompts} "
         f"prompts, {seconds:.0f} s",
+        soft_wrap=True,
+    )
+
+
+def _train_index(options: TrainOptions) -> None:
+    """Write the maps of a learned index, and say what the loss of each layer came to."""
+    started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
+    with progress_of(f"train {options.method}") as progress:
+        calibration = train_index(
+            options.traces, out, options.index_recipe, layers=layers, device=options.device, progress=progress
+        )
+    seconds, size = time.monotonic() - started, out.stat().st_size
+    if options.json:
+        report = {"artefact": str(out), "method": options.method, "bytes": size, "seconds": round(seconds, 3)}
+        typer.echo(json.dumps({**report, **calibration.meta}))
+        return
+    console, losses = Screen(), calibration.meta["loss"]
+    console.print("mean loss of the last tenth of the steps:")
+    console.print("  ".join(f"layer {index} {loss:.2f}" for index, loss in losses.items()))
+    console.print(
+        f"{out}: {len(losses)} layers, {size / 2**20:.1f} MiB, {len(calibration.meta['prompts'])} prompts, "
+        f"{seconds:.0f} s",
         soft_wrap=True,
     )
 

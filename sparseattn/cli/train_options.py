@@ -12,19 +12,28 @@ from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
 
 if TYPE_CHECKING:
-    from sparseattn.training import CodesRecipe, Filters, Recipe
+    from sparseattn.training import CodesRecipe, Filters, IndexRecipe, Recipe
 
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
-SAAP, QUERYPQ = "saap", "querypq"  # of --method
-BOTH = ("method", "traces", "out", "layers", "sample", "queries", "seed", "device", "json")  # options of both
-CODES = ("subspaces", "bits", "reach")  # of `QUERYPQ` alone; all others are of `SAAP`
+SAAP, QUERYPQ, HATA, INDEXER = METHODS = "saap", "querypq", "hata", "indexer"  # of --method
+INDEXES = (HATA, INDEXER)
+ALL = ("method", "traces", "out", "layers", "seed", "device", "json")  # options of every method
+OWNERS = {  # of other options; those that are not here are of `SAAP`
+    "sample": (SAAP, QUERYPQ),
+    "queries": (SAAP, QUERYPQ),
+    "steps": (SAAP, *INDEXES),
+    "rate": (SAAP, *INDEXES),
+    **dict.fromkeys(("subspaces", "bits", "reach", "distil"), (QUERYPQ,)),
+    "width": INDEXES,
+    "objective": (HATA,),
+}
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train saap or querypq on traces of many prompts. The same command resumes a run that was stopped.
+    """Train saap, querypq, hata or indexer on traces of prompts. The same command resumes a run that was stopped.
 
-    `saap:artefact=FILE` and `querypq:artefact=FILE` use the result. For saap, `torchrun --nproc-per-node N -m
+    `saap:artefact=FILE`, `querypq:artefact=FILE` and so on use the result. For saap, `torchrun --nproc-per-node N -m
     sparseattn train ...` splits the KV heads over N processes.
     """
 
@@ -33,8 +42,9 @@ class TrainOptions:
     method: Annotated[
         str,
         typer.Option(
-            help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks.",
-            autocompletion=completion.one_of((SAAP, QUERYPQ)),
+            help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks; "
+            f"{HATA}: directions of hash codes; {INDEXER}: maps to few dimensions.",
+            autocompletion=completion.one_of(METHODS),
         ),
     ] = SAAP
     held_out: Annotated[
@@ -57,7 +67,13 @@ class TrainOptions:
     ] = None
     iterations: Annotated[int, typer.Option(help="Number of k-means iterations.")] = 25
     hidden: Annotated[int, typer.Option(help="Hidden width of the query classifier.")] = 1024
-    steps: Annotated[int, typer.Option(help="Largest number of training steps of the classifier.")] = 2000
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Largest number of training steps of the classifier (default: 2000), or for {HATA} and {INDEXER} of "
+            "steps of each layer (default: 500)."
+        ),
+    ] = None
     batch: Annotated[int, typer.Option(help="Queries per step, all from one prompt.")] = 1024
     queries: Annotated[
         int | None,
@@ -69,7 +85,9 @@ class TrainOptions:
     keys: Annotated[
         int | None, typer.Option(help="Number of keys per prompt from which targets are computed. Default: all.")
     ] = None
-    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3
+    rate: Annotated[
+        float | None, typer.Option(help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} 0.01.")
+    ] = None
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
     gap: Annotated[
         int | None,
@@ -114,15 +132,35 @@ class TrainOptions:
     reach: Annotated[
         float, typer.Option(help=f"For {QUERYPQ}: weight each key by its mean attention to this power, 0 to 1.")
     ] = 0.5
+    distil: Annotated[
+        int,
+        typer.Option(
+            help=f"For {QUERYPQ}: number of steps that fit the codes of each layer to the attention afterwards."
+        ),
+    ] = 0
+    width: Annotated[
+        int,
+        typer.Option(
+            help=f"For {HATA}: bits of a code; for {INDEXER}: dimensions. Default: 32 or 8, four bytes a token."
+        ),
+    ] = 0
+    objective: Annotated[
+        str,
+        typer.Option(
+            help=f"For {HATA}: attention, to agree with the model's attention, or hata, the loss of its paper.",
+            autocompletion=completion.one_of(("attention", HATA)),
+        ),
+    ] = "attention"
     save_every: Annotated[int, typer.Option(help="Number of steps between saved states to resume from.")] = 100
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
-        values.check_one_of("--method", self.method, (SAAP, QUERYPQ))
+        values.check_one_of("--method", self.method, METHODS)
         for field in fields(self):
-            owner = None if field.name in BOTH else QUERYPQ if field.name in CODES else SAAP
-            if owner not in (None, self.method) and getattr(self, field.name) != field.default:
-                raise ValueError(f"{shared.spelled([field.name])} needs --method {owner}, got --method {self.method}")
+            owners = METHODS if field.name in ALL else OWNERS.get(field.name, (SAAP,))
+            if self.method not in owners and getattr(self, field.name) != field.default:
+                needed = " or ".join(owners)
+                raise ValueError(f"{shared.spelled([field.name])} needs --method {needed}, got --method {self.method}")
         if self.save_every < 1:
             raise ValueError(f"--save-every must be 1 or more, got {self.save_every}")
         if self.short_range and (self.gap is not None or self.near is not None):
@@ -145,8 +183,9 @@ class TrainOptions:
 
         shares = tuple(values.decimals(self.shares, "--shares"))
         others = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in MADE}
-        if self.queries is None:
-            del others["queries"]
+        for name in ("queries", "steps", "rate"):
+            if others[name] is None:
+                del others[name]
         return Recipe(shares=shares, filters=self.filters, **others)
 
     @property
@@ -155,4 +194,12 @@ class TrainOptions:
         from sparseattn.training import CodesRecipe
 
         given = {name: getattr(self, name) for name in ("sample", "queries") if getattr(self, name) is not None}
-        return CodesRecipe(self.subspaces, self.bits, reach=self.reach, seed=self.seed, **given)
+        return CodesRecipe(self.subspaces, self.bits, reach=self.reach, seed=self.seed, distil=self.distil, **given)
+
+    @property
+    def index_recipe(self) -> IndexRecipe:
+        """What decides a run of `HATA` or `INDEXER`."""
+        from sparseattn.training import IndexRecipe
+
+        given = {name: getattr(self, name) for name in ("steps", "rate") if getattr(self, name) is not None}
+        return IndexRecipe(self.method, self.width, self.objective, seed=self.seed, **given)

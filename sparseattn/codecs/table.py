@@ -75,7 +75,7 @@ CODECS = {
         departs="the prompt's keys decide the order, not the projection's weights; values are kept so too",
     ),
     "zipcache": CodecRow(
-        "zipcache:ZipCache",
+        "zipcache:ZipCacheRows",
         "2405.14256",
         keeps="codes of 4 bits of the prompt's salient rows and of later ones, of 2 bits of the others",
         departs="the probes are the prompt's newest queries alone; levels of a value are a head's; later rows are all "

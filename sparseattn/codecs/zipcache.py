@@ -26,7 +26,7 @@ PROBES = 128  # of the prompt's newest queries
 CLASSES = ("high", "low")
 
 
-class ZipCache(RowCodec):
+class ZipCacheRows(RowCodec):
     """Rounds the prompt's salient rows to `high` bits and the others to `low`.
 
     A row's saliency is the attention that it got from the prompt's newest queries, over the number of tokens that see

@@ -73,6 +73,7 @@ class RowBuffer(State):
             raise ValueError(f"a row buffer grows along dimension 1 or later (0 is the batch), got {dim}")
         self.dim, self.capacity, self.pinned, self.spare, self.rows = dim, capacity, pinned, spare, 0
         self.storage: Tensor | None = None
+        self._view: Tensor | None = None  # of the filled rows, as `visible` last showed it
 
     def fix(self, capacity: int = 0) -> None:
         """Allocates `capacity` rows at the first append (0: as many as that brings) and never again, so that addresses
@@ -104,11 +105,18 @@ class RowBuffer(State):
 
     @property
     def visible(self) -> Tensor:
-        """What a decode step reads, a view: the filled rows, or all of a fixed buffer's, whose shape stays."""
-        storage = self.storage
+        """What a decode step reads, a view: the filled rows, or all of a fixed buffer's, whose shape stays.
+
+        The same tensor until rows are added or taken away, so that who keeps what it made of it can tell.
+        """
+        storage, view = self.storage, self._view
         if storage is None:
             raise RuntimeError(EMPTY)
-        return storage.narrow(self.dim, 0, self.rows) if self.room is None else storage
+        if self.room is not None:
+            return storage
+        if view is None or view.shape[self.dim] != self.rows:
+            view = self._view = storage.narrow(self.dim, 0, self.rows)
+        return view
 
     def resize(self, rows: int, like: Tensor | None = None) -> Tensor:
         """Makes it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.
@@ -137,6 +145,7 @@ class RowBuffer(State):
             if storage is not None:
                 grown.narrow(self.dim, 0, self.rows).copy_(self.data)
             self.storage = storage = grown
+            self._view = None
         self.rows = rows
         return storage
 
@@ -177,6 +186,7 @@ class RowBuffer(State):
         else:
             taken = self._empty([len(index), *self.storage.shape[1:]], self.storage)
             self.storage = torch.index_select(self.storage, 0, index.to(self.storage.device), out=taken)
+            self._view = None
 
     def keep(self, ids: Tensor, first: int = 0, last: int | None = None) -> None:
         """Of the rows `first` to `last` (None: to the end) only `ids` stay, in their order; rows before and behind
@@ -198,7 +208,7 @@ class RowBuffer(State):
         taken = ids.to(held.device) + first
         for place in itertools.product(*map(range, held.shape[:dim])):  # a head at a time: no second copy of all
             made[place][first : first + ids.shape[-1]] = held[place][taken[place]]
-        self.storage, self.rows = made, rows
+        self.storage, self.rows, self._view = made, rows, None
 
     def fresh(self) -> RowBuffer:
         """An empty buffer of the same kind, not fixed."""
@@ -214,7 +224,7 @@ class RowBuffer(State):
 
     def reset(self) -> None:
         """Forgets every row and frees the storage, which the next batch may need in another shape; not a fixed one."""
-        self.rows = 0
+        self.rows, self._view = 0, None
         if self.room is None:
             self.storage = None
         else:
@@ -223,7 +233,7 @@ class RowBuffer(State):
     def to(self, device: torch.device | str) -> None:
         """Moves the storage."""
         if self.storage is not None:
-            self.storage = self.storage.to(device)
+            self.storage, self._view = self.storage.to(device), None
 
     @property
     def nbytes(self) -> int:

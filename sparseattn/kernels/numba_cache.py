@@ -50,7 +50,7 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
         return functools.partial(njit, cache=cache, **options)
     made: Any = numba.njit(no_cfunc_wrapper=True, **options)(function)
     if cache and made is not function:  # with NUMBA_DISABLE_JIT it is the function itself
-        made._cache = Kept(function)  # as `enable_caching` sets numba's own
+        made._cache = KeptCode(function)  # as `enable_caching` sets numba's own
     return made
 
 
@@ -145,7 +145,7 @@ class _Impl(CompileResultCacheImpl):
     _locator_classes = (_Locator,)
 
 
-class Kept(FunctionCache):
+class KeptCode(FunctionCache):
     """numba's cache of a function in `folder()`. A folder that cannot be read or written is as good as none."""
 
     _impl_class = _Impl

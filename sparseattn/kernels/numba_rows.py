@@ -18,11 +18,22 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 from torch import Tensor
 
 from sparseattn.kernels.numba_cache import njit
 
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # how compiled code is told of 16-bit floats
+KINDS: dict[torch.dtype, Any] = {  # what compiled code takes the numbers of a tensor for: an array of none of them
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+    torch.int8: np.empty(0, np.int8),
+    torch.uint8: np.empty(0, np.uint8),
+    torch.bool: np.empty(0, np.uint8),
+    torch.int32: np.empty(0, np.int32),
+    torch.int64: np.empty(0, np.int64),
+}
 LINE = 64  # bytes of a cache line
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 # Sums may be reordered, which vector instructions need, and rounded once; NaN and infinity keep their meaning.
@@ -102,6 +113,45 @@ def put(typing, array, place, number):
 
 
 @intrinsic
+def put_float(typing, array, place, number):
+    """`array[place] = number` of a flat array of stored numbers (`widen`), rounded to the nearest, half to even."""
+
+    def code(context, builder, signature, arguments):
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        value, word, short = arguments[2], ir.IntType(32), ir.IntType(16)
+        if array.dtype == types.int16:
+            value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), short)
+        elif array.dtype == types.uint16:
+            bits = builder.bitcast(value, word)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+            bits = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+            nan = builder.fcmp_unordered("uno", value, value)
+            bits = builder.select(nan, ir.Constant(word, 0x7FC00000), bits)
+            value = builder.trunc(builder.lshr(bits, ir.Constant(word, 16)), short)
+        builder.store(value, builder.gep(data, [arguments[1]])).set_metadata("noalias", scope(builder))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), code
+
+
+@intrinsic
+def array_at(typing, kind, address, size):
+    """A flat array of `size` numbers in memory that another holds, at `address`: of the dtype of the array `kind`, or
+    of `kind` itself where it is a class of numpy's. Made of a tensor in tenths of a microsecond, where `numpy()` and
+    views take some."""
+    number = kind.dtype
+
+    def code(context, builder, signature, arguments):
+        array = context.make_array(signature.return_type)(context, builder)
+        data = builder.inttoptr(arguments[1], context.get_data_type(number).as_pointer())
+        width = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(number)))
+        populate_array(array, data=data, shape=[arguments[2]], strides=[width], itemsize=width, meminfo=None)
+        return array._getvalue()
+
+    return types.Array(number, 1, "C")(kind, types.intp, types.intp), code
+
+
+@intrinsic
 def prefetch(typing, array, place):
     """Asks for the cache line of the element at `place` of an array, counted in its storage, ahead of its use."""
 
@@ -172,6 +222,21 @@ def dot4(query, q, rows, at, size):
         c += read(query, q + 2 * size + d) * x
         e += read(query, q + 3 * size + d) * x
     return a, b, c, e
+
+
+def address_of(part: Tensor) -> tuple[Any, int]:
+    """What `array_at` takes of a tensor whose numbers are adjacent; it must live as long as what is made of it."""
+    return KINDS[part.dtype], part.data_ptr()
+
+
+def rows_at(rows: Tensor) -> tuple[Any, int, tuple[int, ...]]:
+    """What `array_at` takes of `[B,H,N,D]`, which must live as long, and the steps of b, h and n in it."""
+    steps = rows.stride()
+    if steps[3] != 1 and rows.shape[3] > 1:
+        raise ValueError(
+            f"the compiled CPU kernel reads rows whose elements are adjacent: the last stride is 1, got {steps[3]}"
+        )
+    return KINDS[rows.dtype], rows.data_ptr(), steps[:3]
 
 
 def as_bits(part: Tensor) -> Any:

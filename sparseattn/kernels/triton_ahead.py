@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from sparseattn.kernels.page_directions import gpu as page_directions_gpu
 from sparseattn.kernels.page_directions.reference import Form
 from sparseattn.kernels.product_codes import gpu as product_codes_gpu
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
-from sparseattn.kernels.quantized_keys import packing
+from sparseattn.kernels.quantized_keys import gpu_listed, packing
 from sparseattn.kernels.topk import gpu as topk_gpu
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -184,16 +184,25 @@ def compile_directions_ahead(
     return _compile(page_directions_gpu.score_directions, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
+class FewBits(NamedTuple):
+    """How `lowbit` keeps keys: bits of a code, rows of a group, and bits of a level."""
+
+    bits: int = 2
+    rows: int = 64
+    scales: int = 16
+
+
+LOWBIT = FewBits()
+
+
 def compile_lowbit_ahead(
     dtype: torch.dtype,
     size: int,
     group: int,
-    bits: int = 2,
-    rows: int = 64,
+    form: FewBits = LOWBIT,
     page: int = 1,
     vote: str = "softmax",
     arch: int = 90,
-    scales: int = 16,
     table: bool = False,
 ) -> list[Compiled]:
     """As `compile_ahead`, for `lowbit`: scores of every row (two kernels for "softmax"), then those of listed pages.
@@ -202,6 +211,7 @@ def compile_lowbit_ahead(
 
     Levels of 16 bits are of the dtype, and bfloat16 for float32, as the selector keeps them.
     """
+    bits, rows, scales = form
     constants, options = quantized_keys_gpu.launch(dtype.itemsize, size, group, vote, bits, rows, page)
     element, softmax = ELEMENT[dtype], vote == "softmax"
     kept = "*bf16" if dtype == torch.float32 else element
@@ -222,12 +232,12 @@ def compile_lowbit_ahead(
             _compile(group_vote_gpu.vote_softmax, arguments, vote_constants, vote_options, arch, row_bytes=4 * group)
         )
     each = group if vote == "each" else 1
-    constants, options = quantized_keys_gpu.launch_listed(dtype.itemsize, size, group // each, each, bits, rows)
+    constants, options = gpu_listed.launch_listed(dtype.itemsize, size, group // each, each, bits, rows)
     arguments = [*inputs, "*i1", "*i64", "*fp32", "i32", "i32", "i32", "i32", "fp32", *steps]
     tile_bytes = constants["BLOCK"] * constants["BLOCK_W"]
     return [
         *found,
-        _compile(quantized_keys_gpu.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes),
+        _compile(gpu_listed.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes),
     ]
 
 

@@ -16,6 +16,14 @@ from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
 from sparseattn.roles.role import Share
 
+WAITING = 64  # selections whose rows are counted at once
+SLOTS = 1024  # of a selection that may wait for that, and be held so long
+
+
+def _number(rows: Tensor) -> int | Tensor:
+    """Return rows as a number; a tensor on a GPU, for which no step waits."""
+    return rows if rows.is_cuda else int(rows)
+
 
 class SparseHeads:
     """A cache of some of a layer's KV heads, or of all of them.
@@ -43,6 +51,7 @@ class SparseHeads:
         self.calls = 0
         # Rows chosen, read anyway and stored, summed over calls; a tensor on a GPU, for which no step waits.
         self._chosen: float | Tensor = 0.0
+        self._waiting: list[Tensor] = []  # lengths of selections of one shape that are not counted yet
         self._always, self._stored = 0.0, 0.0
         self._read: float | Tensor = 0.0  # shares, by KV head
         # Of the sequences whose token was no padding: rows read by a head on average, and bytes that all heads read.
@@ -53,6 +62,7 @@ class SparseHeads:
     @property
     def mean_rows(self) -> float:
         """Rows attended by a query head in a call, mean over calls, sequences and heads; 0 without any."""
+        self._count_waiting()
         return (float(self._chosen) + self._always) / max(self.calls, 1)
 
     @property
@@ -75,6 +85,7 @@ class SparseHeads:
 
     def activity(self) -> LayerActivity:
         """Return what its heads did, but for dense steps, which its layer counts."""
+        self._count_waiting()
         read = float(self._bytes)
         return LayerActivity(
             sparse_steps=self.steps,
@@ -135,11 +146,11 @@ class SparseHeads:
         self._rows = self._rows + near
         for selection in (chosen,) if tail is None else (chosen, tail.selection):
             length = selection.length  # [B,Hs,S] rows
-            read = length.sum()
-            self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (length.shape[0] * length.shape[1])
-            if real is not None:
+            if real is None:
+                self._wait(length)
+            else:
                 read = (length.sum((1, 2)) * real.to(length.device)).sum()
-            self._rows = self._rows + (read if read.is_cuda else int(read)) / length.shape[1]
+                self._add(length.sum(), length, read)
         self._always += always
         self._stored += mean_stored
         self.calls += 1
@@ -151,6 +162,27 @@ class SparseHeads:
         if real is not None:
             read_bytes = read_bytes * real.to(read_bytes.device)[:, None]
         self._bytes = self._bytes + read_bytes.sum() + rows.keys.shape[1] * row * near
+
+    def _wait(self, length: Tensor) -> None:
+        """Count the rows `[B,Hs,S]` of a selection later: many at once cost a step less."""
+        waiting = self._waiting
+        if waiting and (len(waiting) == WAITING or waiting[0].shape != length.shape):
+            self._count_waiting()
+        self._waiting.append(length)
+        if length.numel() > SLOTS:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        if self._waiting:
+            length, self._waiting = torch.stack(self._waiting), []
+            read = length.sum()
+            self._add(read, length[0], read)
+
+    def _add(self, chosen: Tensor, length: Tensor, read: Tensor) -> None:
+        """Add rows that selections such as `length` `[B,Hs,S]` chose, `read` of them by tokens that are no padding."""
+        lists = length.shape[1]
+        self._chosen = self._chosen + _number(chosen) / (length.shape[0] * lists)
+        self._rows = self._rows + _number(read) / lists
 
     def _bytes_read(self, chosen: Selection) -> Tensor:
         """Return `[B,h]` float64: bytes read to choose and to attend, without the rows that are read anyway.

@@ -75,6 +75,12 @@ class RealTokens:
         """Forget all but the first `columns`."""
         self.real = None if self.real is None else self.real[:, :columns]
 
+    def hide(self, newest: Tensor, columns: int) -> None:
+        """Count the newest `newest` `[B]` of so many columns as padding, in each sequence."""
+        if self.real is None:
+            self.real = torch.ones(len(newest), columns, dtype=torch.bool)
+        self.real = self.real & (torch.arange(columns) < columns - newest[:, None])
+
     def take(self, index: Tensor) -> None:
         """Let sequence b become what sequence `index[b]` was."""
         self.real = None if self.real is None else self.real[index.cpu()]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.cache.all_rows import copy_rows, everything
+from sparseattn.cache.attend_stored import in_place, with_new_rows
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.activity import LayerActivity
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
@@ -220,6 +221,10 @@ class SparseLayer(CacheLayerMixin):
         """
         part, num_kv_heads = slice(0, new), call.key.shape[1]
         group = call.query.shape[1] // num_kv_heads
+        if in_place(heads.rows, group * new):
+            query = heads.of_queries(call.query, num_kv_heads)[:, :, part].unflatten(1, (-1, group))
+            mine = heads.of(call.key)[:, :, part], heads.of(call.value)[:, :, part]
+            return with_new_rows(query, heads.rows, mine, block, scale=call.scale, impl=self.impl)
         keys, values, valid = everything(heads.rows)
         stored, count = keys.shape[2], keys.shape[1]
         block = heads.of_queries(block, num_kv_heads)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sparseattn.core.budget import Budget
 
-# Of each kind that runs without training what loses least at its bytes: rows by keys of few bits or product codes, alone, with means for
-# what is not read, and among the pages of another; clusters; pages by means and by directions.
+# Of each kind that runs without training what loses least at its bytes: rows by keys of few bits and by product codes,
+# alone, with means for what is not read, and among the pages of another; clusters; pages by means and by directions.
 METHODS = (
     "lowbit",
     "lowbit:bits=1,scales=8",

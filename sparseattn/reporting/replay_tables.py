@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
 from sparseattn.selectors.baselines.random import Random
 from sparseattn.selectors.baselines.window import Window
+from sparseattn.selectors.registry import parsed
 
 TOLERANCE = 0.01
 STEPS = (0.01, 0.02, 0.05, 0.1)  # mean output errors to stay within, the first that anything reaches
@@ -38,13 +39,14 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
     """Return a table of one trace: a row a measurement, or a row a head; with `wide` every measure, else `SHOWN`."""
     first = results[0]
     settings = first.settings
-    heads = "heads"
+    heads, each = "heads", "each query head"
     if "far" in settings:
         heads = f"the {len(settings['far_heads'])} heads with {settings['far']:g} or more of their weight there"
+        each = f"each of {heads}"
     title = (
         f"{first.trace}: last {settings['last']} of {settings['tokens']} tokens, layers "
         f"{','.join(map(str, first.layers))}, sink {settings['sink']}, window {settings['window']}; weight on "
-        f"indexed rows {first.mean('indexed_mass'):.2f}; mean over {heads} (worst head)"
+        f"indexed rows {first.mean('indexed_mass'):.2f}; " + (each if per_head else f"mean over {heads} (worst head)")
     )
     shown = _shown(results, wide)
     out = Table(
@@ -151,20 +153,62 @@ def finding(results: Sequence[Measured]) -> str | None:
         )
     best = min((pair for pair in most if most[pair] <= step), key=read.__getitem__)
     traces = [plain(result.trace) for result in pairs[best]]
-
-    def off(pair: tuple[str, str]) -> str:
-        percent = [100 * min(errors[pair]), 100 * max(errors[pair])]
-        low, high = (f"{error:.0f}" if error >= 10 else f"{error:.2g}" for error in percent)
-        return f"{low}%" if low == high else f"{low} to {high}%"
-
     sentence = (
         f"{IN_SHORT}{best[0]} at budget {best[1]} reads {read[best]:.0%} of the cache's bytes, and the output of "
-        f"attention is off by {off(best)} (mean over heads; on {', '.join(traces)})"
+        f"attention is off by {_off(errors[best])} (mean over heads; on {', '.join(traces)})"
     )
     bare = next((pair for pair in pairs if pair[0] == WINDOW), None)
     if bare is None:
         return f"{sentence}."
-    return f"{sentence}. Reading only the first and the most recent tokens ({read[bare]:.1%}) is off by {off(bare)}."
+    off = _off(errors[bare])
+    return f"{sentence}. Reading only the first and the most recent tokens ({read[bare]:.1%}) is off by {off}."
+
+
+def own_methods(results: Sequence[Measured]) -> list[str]:
+    """Say of each class of the user's own (`module:Class`) where it stands, at the budget with its least error."""
+    pairs = _pairs(results)
+    labels = dict.fromkeys(label for label, _ in pairs if _is_own(label))
+    return [_standing(label, pairs) for label in labels]
+
+
+def _is_own(label: str) -> bool:
+    try:
+        name = parsed(label)[0]
+    except ValueError:  # of a record that names no method of this version
+        return False
+    return ":" in name and not name.startswith("sparseattn:")
+
+
+def _standing(label: str, pairs: Mapping[tuple[str, str], Sequence[Measured]]) -> str:
+    """Say what a method costs and misses, and which other reads less and misses less on every trace."""
+
+    def errors(pair: tuple[str, str]) -> list[float]:
+        return [result.mean("relative_error") for result in pairs[pair]]
+
+    def read(pair: tuple[str, str]) -> float:
+        return sum(result.mean("bytes_share") for result in pairs[pair]) / len(pairs[pair])
+
+    nearest = min((pair for pair in pairs if pair[0] == label), key=lambda pair: max(errors(pair)))
+    fact = f"{label} at budget {nearest[1]} is off by {_off(errors(nearest))}"
+    if math.isnan(read(nearest)):
+        return f"{fact}; it has no scan, which says what it reads, so it is not compared by bytes."
+    better = [
+        pair
+        for pair in pairs
+        if pair[0] not in (label, *CONTROLS) and all(any(_beats(x, one) for x in pairs[pair]) for one in pairs[nearest])
+    ]
+    fact += f" and reads {read(nearest):.0%} of the cache's bytes"
+    if not better:
+        return f"{fact}; no other method here reads less and is closer."
+    rival = min(better, key=read)
+    return f"{fact}; {rival[0]} at budget {rival[1]} beats it in both ({_off(errors(rival))}, {read(rival):.0%})."
+
+
+def _off(errors: Sequence[float]) -> str:
+    """Return the least and the largest of errors, in percent."""
+    percent = [100 * min(errors), 100 * max(errors)]
+    low, high = (f"{error:.0f}" if error >= 10 else f"{error:.2g}" for error in percent)
+    return f"{low}%" if low == high else f"{low} to {high}%"
 
 
 def _beats(other: Measured, one: Measured) -> bool:

@@ -3,10 +3,11 @@
 recipe.py what decides a run, prompts.py the traces, kmeans.py the buckets of keys, examples.py what is learned from,
 classifier.py the bucket of a query, validation.py what it is measured by, fit.py its training, partial.py what a killed
 run goes on from, run.py the run. Of other methods are calibrate.py, what Loki and Double Sparsity take from traces, and
-query_codes.py, what querypq codes keys by.
+query_codes.py, what querypq codes keys by, index_run.py, what hata and indexer learn, and learned_index.py, how.
 """
 
 from sparseattn.training.calibrate import calibrate
+from sparseattn.training.index_run import IndexRecipe, train_index
 from sparseattn.training.partial import Progress
 from sparseattn.training.query_codes import CodesRecipe, train_codes
 from sparseattn.training.recipe import Filters, Recipe, TrainingError
@@ -15,10 +16,12 @@ from sparseattn.training.run import train
 __all__ = [
     "CodesRecipe",
     "Filters",
+    "IndexRecipe",
     "Progress",
     "Recipe",
     "TrainingError",
     "calibrate",
     "train",
     "train_codes",
+    "train_index",
 ]

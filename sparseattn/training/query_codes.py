@@ -21,6 +21,8 @@ from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.parameters.query_metric import codes_of, reached, share_kept
 from sparseattn.selectors.tokens.querypq import QueryPQ
 from sparseattn.training.calibrate import meta_of, output_file
+from sparseattn.training.index_run import layers_of
+from sparseattn.training.learned_index import ProductBooks, fit
 from sparseattn.training.partial import Partial, identity
 from sparseattn.training.prompts import HeadView, Prompts, TracedPrompt, load, open_all, quota
 from sparseattn.training.recipe import TrainingError
@@ -28,6 +30,7 @@ from sparseattn.utils.devices import usable_device
 from sparseattn.utils.hashing import stream
 
 METHOD = "querypq"
+DISTIL_RATE = 0.03  # of the numbers' mean size
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class CodesRecipe:
         subspaces, bits, reach, seed: see `QueryPQ`.
         sample: keys of a KV head, over all prompts.
         queries: of each query head for the metric, over all prompts.
+        distil: steps that fit centroids and the map of queries to the attention itself afterwards, in each layer.
 
     Raises:
         TrainingError: a number out of its range.
@@ -49,8 +53,11 @@ class CodesRecipe:
     queries: int = 8192
     reach: float = 0.5
     seed: int = 0
+    distil: int = 0
 
     def __post_init__(self) -> None:
+        if self.distil < 0:
+            raise TrainingError(f"distil is a number of steps, 0 for none, got {self.distil}")
         if self.sample < 1 or self.queries < 1:
             raise TrainingError(f"sample and queries are 1 or more, got {self.sample} and {self.queries}")
         try:
@@ -155,6 +162,10 @@ def _layer(
     )
     subspaces = recipe.selector().subspaces_of(keys.shape[2])
     codes = codes_of(keys, queries, weights if recipe.reach else None, subspaces, recipe.bits, recipe.seed)
+    if recipe.distil:
+        books = ProductBooks(codes, prompts.shapes[index].scale)
+        fit(books, layers_of(prompts, index, device), recipe.distil, DISTIL_RATE, (recipe.seed, "steps", index))
+        codes = books.found()
     return codes, float(share_kept(keys, codes).mean())
 
 

@@ -8,6 +8,7 @@ import inspect
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, MutableMapping
+from types import ModuleType
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from sparseattn.utils.suggest import did_you_mean
@@ -86,7 +87,10 @@ class Registry(MutableMapping[str, type[Kind]], Generic[Kind]):
             made = method(**arguments)
             repr(made)
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"{spec!r}: {error}") from error
+            unset = isinstance(error, AttributeError) and error.name in known
+            stored = f". {method.__name__}.__init__ must store each argument under its own name, or call "
+            advice = f"{stored}super().__init__ of a base class that does" if unset else ""
+            raise ValueError(f"{spec!r}: {error}{advice}") from error
         return made
 
     def parsed(self, spec: str) -> tuple[str, list[tuple[str, str | None]]]:
@@ -97,6 +101,7 @@ class Registry(MutableMapping[str, type[Kind]], Generic[Kind]):
                 deep, or more than `LONGEST` characters.
         """
         _check_size(spec, self.noun)
+        _refuse_file(spec)
         match = _SPEC.fullmatch(spec)
         if match is None:
             raise ValueError(
@@ -125,18 +130,36 @@ class Registry(MutableMapping[str, type[Kind]], Generic[Kind]):
         if module in self:
             raise ValueError(f"{name!r}: arguments are written {module}:name=value, got {attribute!r}")
         if not colon:
+            package, dot, last = name.rpartition(".")
+            meant = f" (did you mean '{package}:{last}'?)" if dot else did_you_mean(name, self)
             raise ValueError(
-                f"no {self.noun} is called {name!r}{did_you_mean(name, self)}; known are {', '.join(self)}, "
+                f"no {self.noun} is called {name!r}{meant}; known are {', '.join(self)}, "
                 f"and package.module:Class for your own"
             )
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            imported = importlib.import_module(module)
         except ImportError as error:
-            raise ValueError(f"{name!r}: cannot import {module!r} ({error})") from error
-        except AttributeError:
-            raise ValueError(f"{name!r}: module {module!r} has no {attribute!r}") from None
-        if not (inspect.isclass(found) and issubclass(found, self.kind)) or inspect.isabstract(found):
-            raise ValueError(f"{name!r} is not a concrete subclass of sparseattn.{self.kind.__name__}")
+            advice = ""
+            if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+                advice = f": {error.name}.py must lie in the current folder or on PYTHONPATH"
+            raise ValueError(f"{name!r}: cannot import {module!r} ({error}){advice}") from error
+        return self._class_of(imported, name)
+
+    def _class_of(self, module: ModuleType, name: str) -> type[Kind]:
+        """The class that `module:Class` names; ValueError for none of this kind, or one that lacks a part."""
+        attribute = name.partition(":")[2]
+        kinds = [one for one, held in vars(module).items() if inspect.isclass(held) and issubclass(held, self.kind)]
+        own = [one for one in kinds if vars(module)[one].__module__ == name.partition(":")[0]]
+        found = getattr(module, attribute, None)
+        if found is None:
+            raise ValueError(
+                f"{name!r}: module {name.partition(':')[0]!r} has no {attribute!r}{did_you_mean(attribute, own)}; its "
+                f"{self.noun}s are {', '.join(own) or 'none'}"
+            )
+        if not (inspect.isclass(found) and issubclass(found, self.kind)):
+            raise ValueError(f"{name!r} is not a subclass of sparseattn.{self.kind.__name__}")
+        if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+            raise ValueError(f"{name!r} does not define {' and '.join(lacking)}, which every {self.noun} does")
         return found
 
 
@@ -159,6 +182,14 @@ def split_pairs(text: str, noun: str) -> list[str]:
         what = "closes a bracket that it did not open" if depth < 0 else "leaves a bracket open"
         raise ValueError(f"{text!r} {what}: a {noun} with arguments, as a value, is name=[NAME:arg=value,...]")
     return pairs
+
+
+def _refuse_file(spec: str) -> None:
+    """ValueError for a text that names a file in place of a module."""
+    if match := re.match(r"(?P<file>[^:=]*?(?P<stem>\w+)\.py)(?P<rest>:.*)?$", spec, re.S):
+        folder = match["file"].rpartition("/")[0]
+        where = f", with PYTHONPATH={folder} if that is not the current folder" if folder.strip("./") else ""
+        raise ValueError(f"{spec!r} names a file: write its module, {match['stem']}{match['rest'] or ':Class'}{where}")
 
 
 def _check_size(spec: str, noun: str) -> None:

@@ -166,14 +166,19 @@ def test_figures() -> None:
         return Way(name, None, None, Clock(9.0, 9.0), rounds, [1, 2, 3, len(name)])
 
     dense, fast = way("dense", 4.0, 6.0, 8.0), way("fast", 1.0, 1.0, 3.0)
-    one = decoding.figures(fast, dense, Clock(1.0, 0.0), None, 7.5)
+    bare = way("bare", 1.0, 0.0, 2.0)
+    one = decoding.figures(fast, dense, bare, Clock(1.0, 0.0), None, 7.5)
+    assert (
+        one["attention_removed"] == 0.667
+    )  # of 2/3, 4/6, 4/6: dense less the step and its sealing, over dense less bare
     assert one["seconds_per_step"] == {"wall": 1.0, "processor": 2.0}
     assert one["tokens_per_second"] == 0.5  # a second for the step, one for its share of sealing
     assert (one["speed_up"], one["speed_up_range"]) == (2.0, [2.0, 3.0])  # of 2, 3, 2
     assert one["speed_up_processor"] == 4.0  # of 4, 6, 2.67
     assert one["same_token_as_dense"] == 0.75
     assert (one["rows"], one["index_seconds"]["wall"]) == (7.5, 9.0)
-    assert decoding.figures(dense, dense, None, None, None)["speed_up"] == 1
+    assert decoding.figures(dense, dense, bare, None, None, None)["speed_up"] == 1
+    assert decoding.figures(dense, dense, dense, None, None, None)["attention_removed"] is None
 
 
 def test_the_stopwatch_lets_go() -> None:

@@ -28,6 +28,7 @@ from sparseattn.kernels.page_directions import gpu as page_directions_gpu
 from sparseattn.kernels.product_codes import gpu as product_codes_gpu
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
+from sparseattn.kernels.quantized_keys import gpu_listed
 from sparseattn.kernels.topk import gpu as topk_gpu
 
 B, H, G, D = 2, 1, 2, 16
@@ -66,8 +67,12 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
         ):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         # Interpreted, lowbit's kernels take a minute here; tests/kernels/test_quantized_keys_gpu.py has them.
-        for name, same in (("scores", quantized_keys.scores), ("listed_logits", quantized_keys.listed_logits)):
-            patch.setattr(quantized_keys_gpu, name, recording.opaque(functools.partial(same, impl="torch")))
+        for module, name, same in (
+            (quantized_keys_gpu, "scores", quantized_keys.scores),
+            (quantized_keys_gpu, "listed_logits", quantized_keys.listed_logits),
+            (gpu_listed, "listed_logits", quantized_keys.listed_logits),
+        ):
+            patch.setattr(module, name, recording.opaque(functools.partial(same, impl="torch")))
         same = functools.partial(page_directions.scores, impl="torch")  # its kernel: test_page_directions_gpu.py
         patch.setattr(page_directions_gpu, "scores", recording.opaque(same))
         with recording:

@@ -39,7 +39,8 @@ for arguments in ([], *([name] for name in COMMANDS)):
     done = CliRunner().invoke(app, [*arguments, "--help"])
     assert done.exit_code == 0, done.output
     assert arguments or all(name in done.output for name in COMMANDS)
-    assert arguments or not [name for name in sys.modules if name.startswith("sparseattn.cli.") and name[15:] != "app"]
+    cli = {name[15:] for name in sys.modules if name.startswith("sparseattn.cli.")}
+    assert arguments or not cli - {"app", "help_groups"}
     assert not HEAVY & set(sys.modules), (arguments, HEAVY & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -88,6 +89,15 @@ def test_help_is_in_groups_and_names_no_methods() -> None:
         assert len(words & set(SELECTORS)) < len(SELECTORS) / 3, name
 
 
+@pytest.mark.parametrize("name", ["bench", "eval", "recommend", "serve"])
+def test_each_option_of_a_long_help_is_in_one_group(name: str) -> None:
+    groups = importlib.import_module(f"sparseattn.cli.{name}_options").GROUPS
+    options = [one.name for one in load(name).params if one.param_type_name == "option" and one.name != "help"]
+    assert sorted(option for group in groups.values() for option in group) == sorted(options)
+    titles = re.findall(r"^(\w.*):$", run(name, "--help").output, re.M)
+    assert [title for title in titles if title != "Arguments"] == [*groups, "Options"]
+
+
 def test_defaults_in_help_are_as_one_types_them() -> None:
     said = " ".join(run("recommend", "--help").output.split())
     assert "tailed:inner=[lowbit:bits=1,scales=8],rows=64" in said
@@ -100,6 +110,9 @@ def test_defaults_in_help_are_as_one_types_them() -> None:
         (["models", "--fech", "x"], "no such option: --fech"),
         (["models", "--fetch"], "option '--fetch' requires an argument."),
         (["capture"], "missing option '--model'. See `sparseattn capture --help`."),
+        (["serve", "m", "--budget", "mass:0.95"], "--budget must be a whole number, got 'mass:0.95'. See `sparseattn"),
+        (["doctor", "m", "--for", "vlm"], "invalid value for '--for': 'vlm' is not one of 'transformers', 'vllm'."),
+        (["bench", "--far", "y"], "--far must be a number, got 'y'."),
     ],
 )
 def test_a_usage_error_is_one_line(arguments: list[str], said: str) -> None:

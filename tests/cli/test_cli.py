@@ -380,6 +380,44 @@ def test_in_short_names_no_method_that_another_beats_or_that_is_far_off(
     assert said.startswith(f"In short: {named or 'no method'} ")
 
 
+@pytest.mark.parametrize(
+    ("error", "read", "said"),
+    [
+        (
+            0.08,
+            0.2,
+            "mine:Own:a=1 at budget 64 is off by 8% and reads 20% of the cache's bytes; quest at budget 64 beats it in "
+            "both (5%, 10%).",
+        ),
+        (
+            0.04,
+            0.2,
+            "mine:Own:a=1 at budget 64 is off by 4% and reads 20% of the cache's bytes; no other method here reads "
+            "less and is closer.",
+        ),
+        (
+            0.04,
+            torch.nan,
+            "mine:Own:a=1 at budget 64 is off by 4%; it has no scan, which says what it reads, so it is not "
+            "compared by bytes.",
+        ),
+    ],
+)
+def test_where_a_class_of_the_users_stands_is_said(error: float, read: float, said: str) -> None:
+    results = []
+    measured = {"mine:Own:a=1": (error, read), "quest": (0.05, 0.1), "sparseattn:Fitted": (0.5, 0.5), "window": (0, 0)}
+    for name, shares in measured.items():
+        heads = {key: torch.tensor([[x]]) for key, x in zip(("relative_error", "bytes_share"), shares, strict=True)}
+        results.append(Evaluation("a", name, name, 64, {}, (0,), heads))
+    assert replay_tables.own_methods(results) == [said]
+
+
+def test_a_table_of_heads_is_called_so() -> None:
+    result = evaluate(synthetic(300, heads=2, group=2, size=32, clusters=8), "quest", 16, window=8, last=2)
+    assert replay_tables.table([result], True, False).title.endswith("; each query head")
+    assert replay_tables.table([result], False, False).title.endswith("; mean over heads (worst head)")
+
+
 def test_info_says_what_runs_here() -> None:
     done = run("info", "--json")
     facts = json.loads(done.stdout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from sparseattn.cli.doctor_options import DoctorOptions, Runner
+from sparseattn.cli.serve_options import ServeOptions
+from sparseattn.cost_model.known_models import named
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.diagnosis import diagnosed
 from sparseattn.models.sparse_cache import SparseCache
@@ -121,3 +125,28 @@ def test_lines_as_json(folder: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["method"] for line in lines] == [None, "quest", "quest"]
     assert [line["rows_read"] for line in lines] == [300, 140, 140]
+
+
+def test_for_vllm_the_defaults_are_those_that_serve_starts_with(folder: Path) -> None:
+    served = {one.name: one.default for one in fields(ServeOptions)}
+    settings = DoctorOptions(None, "any", engine=Runner.vllm).settings
+    assert {name: getattr(settings, name) for name in ("selector", "budget", "sink", "window", "dense_layers")} == {
+        name: served[name] for name in ("selector", "budget", "sink", "window", "dense_layers")
+    }
+    assert settings.above == served["above"]
+    lines = [json.loads(line) for line in run("doctor --for vllm --length 9000 --json", folder).stdout.splitlines()]
+    assert [line["budget"] for line in lines] == [None, None, "2048"]
+
+
+@pytest.mark.parametrize(("name", "sparse"), [("llama-3.1-8b", 32), ("gemma3-4b", 5)])
+def test_a_model_known_by_name_is_not_looked_for_on_the_hub(
+    name: str, sparse: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparseattn.cli.doctor.open_model", lambda *_: pytest.fail("it was opened"))
+    done = run(f"doctor {name} --json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    config = named()[name]["config"]
+    assert len(lines) == config["num_hidden_layers"]
+    assert sum(line["method"] is not None for line in lines) == sparse
+    assert {line["rows_held"] for line in lines if line["method"]} == {config["max_position_embeddings"]}
+    assert "no weights are read" in done.stderr

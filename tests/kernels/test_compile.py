@@ -157,7 +157,8 @@ def compile_all(arch: int) -> Rows:
         keep("score_listed", found, dtype=dtype, D=size, G=group)
     for dtype, size, group, bits, each, page, vote, scales, table in LOWBIT:
         kind = getattr(torch, dtype)
-        built = triton_ahead.compile_lowbit_ahead(kind, size, group, bits, each, page, vote, arch, scales, table)
+        form = triton_ahead.FewBits(bits, each, scales)
+        built = triton_ahead.compile_lowbit_ahead(kind, size, group, form, page, vote, arch, table)
         names = ["score_rows", *["vote_softmax"] * (vote == "softmax"), "score_listed_rows"]
         for name, found in zip(names, built, strict=True):
             what = {"dtype": dtype, "D": size, "G": group, "bits": bits, "rows": each, "page": page, "vote": vote}
@@ -228,7 +229,7 @@ def compile_a_launch() -> Rows:
     from sparseattn.kernels.product_codes import gpu as product_codes_gpu
     from sparseattn.kernels.product_codes.codes import ProductCodes
     from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
-    from sparseattn.kernels.quantized_keys import packing
+    from sparseattn.kernels.quantized_keys import gpu_listed, packing
     from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
     from sparseattn.kernels.topk import gpu as topk_gpu
 
@@ -256,7 +257,8 @@ def compile_a_launch() -> Rows:
             (bucket_spans_gpu, ["cut_runs"]),
             (listed_scores_gpu, ["score_listed"]),
             (product_codes_gpu, ["sum_rows", "below_tops"]),
-            (quantized_keys_gpu, ["score_rows", "score_listed_rows"]),
+            (quantized_keys_gpu, ["score_rows"]),
+            (gpu_listed, ["score_listed_rows"]),
             (page_directions_gpu, ["score_directions"]),
             (attend_quantized_gpu, ["attend_codes"]),
         ):

@@ -80,9 +80,10 @@ VLLM = ("adapters", "backend", "cpu", "cuda", "offline", "plugin")  # run within
 
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": ("kernels/triton_ahead.py", *files("kernels/*/gpu.py")),
+    "triton": ("kernels/triton_ahead.py", *files("kernels/*/gpu*.py")),
     "transformers": (
         "models/load.py",
+        "models/skeleton.py",
         "models/gguf.py",
         "models/capture.py",
         "models/attention_routing.py",
@@ -165,7 +166,7 @@ def test_optional_packages_are_imported_in_one_file() -> None:
 
 
 def test_type_checkers_see_what_is_exported() -> None:
-    """Methods are exported by their rows in `selectors/methods.py`; the imports for type checkers are written."""
+    """Methods are exported by their rows (`selectors/methods.py`); the imports for type checkers are written."""
     nodes = ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
     seen = {alias.name: node.module for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     lacking = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,11 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
         "Plan",
         "Next",
     ]
+    stages = [line for line in done.stderr.splitlines() if re.match(r"sparseattn: \d:\d\d:\d\d ", line)]
+    assert "load reference" in stages[0]
+    assert [line.split(", ")[-1] for line in stages[1:3]] == ["window 1 of 2", "window 2 of 2"]
+    assert any("search 1: a plan on 2 windows" in line for line in stages)
+    assert any("verification 1: a plan on 3 windows" in line for line in stages)
     plan = Plan.load(tmp_path / "plan.json")
     assert set(plan.layers) == {0, 1, 2, 3}
     assert plan.name == "reference-10%"
@@ -454,6 +460,7 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
     there = ["--machine", "h100", "--context", "128k", "--batch", 8]  # else launches cost more than rows
     done = run(*given, *there, "--error", "20%", "--out", tmp_path)
     assert done.exit_code == 0, done.output
+    assert "# measured at 320 tokens; serve is sparse above 8,000" in " ".join(done.stdout.split())
     plan = Plan.load(tmp_path / "plan.json")
     assert Settings.of_plan(plan).shape[0] == 16
     assert plan.made["cost"]["unit"] == "seconds"

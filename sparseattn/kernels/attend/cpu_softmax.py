@@ -45,11 +45,14 @@ def _sum4x4(acc, a, rows, at, t, weights, w, size):
 
 
 @njit(fastmath=set(FAST))
-def add_tile(asked, share, size, keys, values, key_at, value_at, more, count, weights, peak, total, acc):
-    """One step of the online softmax: `count` rows join `peak`, `total` `[share]` and `acc` `[share*size]`.
+def add_tile(queries, keys, values, added, weights, sums):
+    """One step of the online softmax: rows join the sums `peak`, `total` `[share]` and `acc` `[share*size]`.
 
-    `more` `[TILE]`: what comes to the logits of each row.
+    queries: `[share*size]` flat, share and size; keys, values: flat, with the places of the tile's rows; added: what
+    comes to the logits of each row, `[TILE]`, and how many rows there are; weights: `[share*TILE]`, to work in.
     """
+    (asked, share, size), (keys, key_at), (values, value_at) = queries, keys, values
+    (more, count), (peak, total, acc) = added, sums
     fours = share & ~3
     for t in range(count):
         for g in range(0, fours, 4):
@@ -93,8 +96,8 @@ def add_tile(asked, share, size, keys, values, key_at, value_at, more, count, we
 
 @njit(fastmath=set(FAST))
 def join_parts(acc, peak, total, g, out, lse):
-    """Joins the parts `acc` `[splits,share,D]` of query head g into `out` `[share,D]` and `lse` `[share]`."""
-    splits, _, size = acc.shape
+    """Joins the parts `acc` `[splits,share*D]` of query head g into `out` `[share,D]` and `lse` `[share]`."""
+    splits, size = acc.shape[0], out.shape[1]
     highest, whole = np.float32(-np.inf), np.float32(0)
     for split in range(splits):
         highest = max(highest, peak[split, g])
@@ -105,7 +108,7 @@ def join_parts(acc, peak, total, g, out, lse):
             shrink = exp2(peak[split, g] - highest)
             whole += total[split, g] * shrink
             for d in range(size):
-                out[g, d] += shrink * acc[split, g, d]
+                out[g, d] += shrink * acc[split, g * size + d]
     lse[g] = highest
     if whole != 0:
         lse[g] = (highest + np.log2(whole)) * LN2

@@ -111,6 +111,34 @@ def attend(
     return out, lse, of_rows(query, keys, selection, bounds, scale, block_table, lse)
 
 
+def attend_stored(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    selection: Selection,
+    bounds: Bounds,
+    *,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` for a cache, which has checked what it stores, its bounds and the query: a selection of another shape
+    or device is refused all the same, as a method may have made it.
+
+    Raises:
+        ValueError: such a selection, or an unknown `impl` or a scale that is no finite number.
+        RuntimeError: see `attend`.
+    """
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    (batch, heads, group, _), (lists, chosen, _) = query.shape, selection.start.shape
+    fits = lists == batch and chosen in (heads, heads * group) and selection.start.device == query.device
+    if not fits or not math.isfinite(scale):
+        return attend(query, keys, values, selection, bounds, scale=scale, impl=impl)
+    kernel = ATTEND.pick(impl, query.device, query.dtype, _torch_only(query, keys, values, selection.bias))
+    out: tuple[Tensor, Tensor] = kernel.attend(query, keys, values, selection, bounds, scale, None)
+    return out
+
+
 def _torch_only(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> bool:
     """Return whether numba's code is not for these tensors: it reads adjacent elements, and knows no gradients."""
     if query.is_cuda:

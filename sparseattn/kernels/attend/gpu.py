@@ -32,31 +32,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
+from sparseattn.kernels.attend.gpu_softmax import softmax_end, softmax_step
 
 LOG2E = math.log2(math.e)
-
-
-@triton.jit
-def _softmax_step(logits, peak, total):
-    """One step of the online softmax: a tile of base-2 logits `[M,BLOCK]` joins the running `peak`, `total` `[M]`.
-
-    Returns the tile's weights `[M,BLOCK]`, the factor `[M]` by which whatever was summed before must shrink, and the
-    new peak and total. Where nothing was read yet the peak is -inf, and -inf - -inf would be NaN: hence the anchor.
-    """
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(logits - anchor[:, None])
-    shrink = tl.exp2(peak - anchor)
-    return weights, shrink, new_peak, total * shrink + tl.sum(weights, 1)
-
-
-@triton.jit
-def _softmax_end(acc, peak, total):
-    """Output `[M,D]` and natural-log lse `[M]` of a finished online softmax; 0 and -inf where no row was read."""
-    none = total == 0.0
-    safe = tl.where(none, 1.0, total)
-    lse = tl.where(none, float("-inf"), (peak + tl.log2(safe)) * 0.6931471805599453)  # ln 2
-    return acc / safe[:, None], lse
 
 
 @triton.jit
@@ -168,11 +146,11 @@ def attend_split(
         if bias is not None:
             logits += tl.load(bias + slot, mask=used, other=0.0) * 1.4426950408889634  # log2 e
         logits = tl.where(reads, logits, float("-inf"))
-        weights, shrink, peak, total = _softmax_step(logits, peak, total)
+        weights, shrink, peak, total = softmax_step(logits, peak, total)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
     # A split without places still writes 0 and -inf: the partials are not initialised.
-    acc, split_lse = _softmax_end(acc, peak, total)
+    acc, split_lse = softmax_end(acc, peak, total)
     part = query_row * splits + split
     tl.store(out + part[:, None] * D + d, acc.to(out.dtype.element_ty), mask=served[:, None] & (d < D))
     tl.store(lse + part, split_lse, mask=served)
@@ -201,9 +179,9 @@ def merge_splits(
         part = head * splits + split
         logits = tl.load(part_lse + part, mask=real, other=float("-inf")) * 1.4426950408889634  # log2 e
         values = tl.load(parts + part[:, None] * D + d, mask=real[:, None] & (d < D), other=0.0)  # [CHUNK,BLOCK_D]
-        weights, shrink, peak, total = _softmax_step(logits[None, :], peak, total)
+        weights, shrink, peak, total = softmax_step(logits[None, :], peak, total)
         acc = acc * shrink[:, None] + tl.sum(tl.trans(weights) * values, 0)[None, :]
-    acc, merged = _softmax_end(acc, peak, total)
+    acc, merged = softmax_end(acc, peak, total)
     tl.store(out + head * D + d[None, :], acc.to(out.dtype.element_ty), mask=d[None, :] < D)
     tl.store(lse + head + tl.arange(0, 1), merged)
 

@@ -66,9 +66,10 @@ def _key(codes, at, levels, out, to, size, bits):
 
 
 @njit(fastmath=set(FAST))
-def _value(codes, at, levels, level_at, groups, out, to, size, bits):
-    """Reads a value back into `out[to:]`; levels: the lows of its `groups` groups of channels from `level_at` on, then
-    their steps."""
+def _value(codes, at, levels, level_at, out, to, form):
+    """Reads a value back into `out[to:]`; levels: the lows of its groups of channels from `level_at` on, then their
+    steps; form: channels, bits, and groups."""
+    size, bits, groups = form
     wide, last = (size * bits + 7) // 8, (1 << bits) - 1
     d = 0
     while d < size:  # as many channels as are of one group and of one plane of the bytes
@@ -143,27 +144,30 @@ def _part(query, scale, all_keys, all_values, form, spans, part, sums):
                     key_at[t] = value_at[t] = t * size
                     _key(keys, key_base + at * key_step, own, read_keys, t * size, size, bits)
                     _value(
-                        values, value_base + at * value_step, of_values, of_base + at * of_step, groups,
-                        read_values, t * size, size, bits,
+                        values, value_base + at * value_step, of_values, of_base + at * of_step, read_values, t * size,
+                        (size, bits, groups),
                     )  # fmt: skip
-                add_tile(
-                    asked, share, size, read_keys, read_values, key_at, value_at, more, filled, weights, peak, total,
-                    acc,
-                )  # fmt: skip
+                rows_of_tile = (read_keys, key_at), (read_values, value_at)
+                add_tile((asked, share, size), *rows_of_tile, (more, filled), weights, (peak, total, acc))
                 filled = 0
         if end:
             break
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(
-    query, scale, keys, key_steps, levels, level_steps, values, value_steps, of_values, of_steps, heads, batch, stored,
-    group, bits, start, length, bias, span, acc, peak, total, out, lse,
-):  # fmt: skip
-    """query, out: `[B*Hs,share,D]`; keys, levels, values, of_values: flat, with the steps of sequence, head and row;
-    start, length, bias: `[B*Hs,S]`, or a bias without slots; acc, peak and total: `[B*Hs,splits,share,..]`, the
-    parts."""
-    lists, splits = total.shape[:2]
+def _attend(query, scale, coded_keys, coded_values, form, spans, splits, outs):
+    """query: `[B*Hs,share,D]`; coded_keys, coded_values: codes and levels, each flat with the steps of sequence, head
+    and row; form: rows in all, rows that share levels, bits, KV heads, and sequences; spans: start, length, bias
+    `[B*Hs,S]`, or a bias without slots, and the longest; splits: parts of a list; outs: out `[B*Hs,share,D]` and lse
+    `[B*Hs,share]`."""
+    ((keys, key_steps), (levels, level_steps)), ((values, value_steps), (of_values, of_steps)) = (
+        coded_keys,
+        coded_values,
+    )
+    (stored, group, bits, heads, batch), (start, length, bias, span), (out, lse) = form, spans, outs
+    lists, share, size = query.shape
+    acc = np.empty((lists, splits, share * size), np.float32)
+    peak, total = np.empty((lists, splits, share), np.float32), np.empty((lists, splits, share), np.float32)
     chosen = lists // batch
     for unit in prange(lists * splits):
         which, split = unit // splits, unit % splits
@@ -176,10 +180,10 @@ def _attend(
         _part(
             query[which], scale, (key_codes, key_levels), (value_codes, value_levels), (stored, group, bits),
             (start[which], length[which], bias[which], span), (split, splits),
-            (acc[which, split].reshape(-1), peak[which, split], total[which, split]),
+            (acc[which, split], peak[which, split], total[which, split]),
         )  # fmt: skip
     for which in range(lists):
-        for g in range(total.shape[2]):
+        for g in range(share):
             join_parts(acc[which], peak[which], total[which], g, out[which], lse[which])
 
 
@@ -193,30 +197,19 @@ def attend(query: Tensor, rows: CodedRows, selection: Selection, scale: float) -
     chosen, slots = selection.start.shape[1:]
     lists, share = batch * chosen, heads * group // chosen
     splits = max(1, min(-(-PARTS // max(lists, 1)), slots * selection.span // PART_ROWS + 1))
-    parts = [
-        flat_rows(part) for part in (rows.keys, rows.key_levels.flatten(3), rows.values, rows.value_levels.flatten(3))
-    ]
-    acc, total = torch.empty(lists, splits, share, size), torch.empty(2, lists, splits, share)
     out, lse = torch.empty(batch, heads, group, size), torch.empty(batch, heads, group)
+    start, length = (part.contiguous().numpy().reshape(lists, slots) for part in (selection.start, selection.length))
     bias = no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots)
     with ONE_AT_A_TIME:
         use_threads(2 * slots * selection.span * lists * share * size)
         _attend(
             as_bits(query).reshape(lists, share, size),
             np.float32(scale) * LOG2E,
-            *(one for part in parts for one in part),
-            heads,
-            batch,
-            rows.keys.shape[2],
-            rows.group,
-            rows.bits,
-            selection.start.contiguous().numpy().reshape(lists, slots),
-            selection.length.contiguous().numpy().reshape(lists, slots),
-            bias,
-            selection.span,
-            acc.numpy(),
-            *total.numpy(),
-            out.numpy().reshape(lists, share, size),
-            lse.numpy().reshape(lists, share),
+            (flat_rows(rows.keys), flat_rows(rows.key_levels.flatten(3))),
+            (flat_rows(rows.values), flat_rows(rows.value_levels.flatten(3))),
+            (rows.keys.shape[2], rows.group, rows.bits, heads, batch),
+            (start, length, bias, selection.span),
+            splits,
+            (out.numpy().reshape(lists, share, size), lse.numpy().reshape(lists, share)),
         )
     return out.to(query.dtype), lse

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.kernels.attend.gpu import LOG2E, Outputs, Tile, _softmax_end, _softmax_step, _splits, _used
+from sparseattn.kernels.attend.gpu import LOG2E, Outputs, Tile, _splits, _used
+from sparseattn.kernels.attend.gpu_softmax import softmax_end, softmax_step
 from sparseattn.kernels.attend_quantized.reference import CHANNELS, CodedRows, width
 
 
@@ -130,7 +131,7 @@ def attend_codes(
         if bias is not None:
             logits += tl.load(bias + slot, mask=reads, other=0.0) * 1.4426950408889634  # log2 e
         logits = tl.where(reads, logits, float("-inf"))
-        weights, shrink, peak, total = _softmax_step(logits, peak, total)
+        weights, shrink, peak, total = softmax_step(logits, peak, total)
         of_value = value_levels + row[:, None] * value_level_step_n
         low = tl.load(of_value + d // CHANNELS, mask=mask, other=0.0)
         step = tl.load(of_value + PARTS + d // CHANNELS, mask=mask, other=0.0)
@@ -139,7 +140,7 @@ def attend_codes(
 
     # A split without places still writes 0 and -inf: the partials are not initialised.
     part = query_row * splits + split
-    acc, split_lse = _softmax_end(acc, peak, total)
+    acc, split_lse = softmax_end(acc, peak, total)
     tl.store(out + part[:, None] * D + d, acc.to(out.dtype.element_ty), mask=mine)
     tl.store(lse + part, split_lse, mask=served)
 

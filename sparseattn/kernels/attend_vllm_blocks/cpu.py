@@ -107,12 +107,16 @@ def _store(typing, array, place, number):
 
 
 @njit  # not fastmath, under which `powers` may not be reordered
-def _part(
-    paired, query, q, share, size, scale, cache, block_step, base, block, page, per, always, tail, table, ids, split,
-    splits, acc, peak, total,
-):  # fmt: skip
-    """Attention of a list's `share` query heads `query[q:]` over one part of its pages: acc `[share*D]`, peak and total
-    `[share]`."""
+def _part(paired, queries, blocks, form, pages_read, part, sums):
+    """Attention of a list's query heads over one part of its pages.
+
+    queries: flat, the place of the first, how many, their size and the factor of logits; blocks: the cache flat, the
+    step from block to block, and the head's place in one; form: rows of a block and of a page, and pages of an entry;
+    pages_read: those always read, rows of the last of them, the table, and entries chosen; part: its number, and how
+    many there are; sums: acc `[share*D]`, peak and total `[share]`, which are written.
+    """
+    (query, q, share, size, scale), (cache, block_step, base), (block, page, per) = queries, blocks, form
+    (always, tail, table, ids), (split, splits), (acc, peak, total) = pages_read, part, sums
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     pages = 0
     for i in range(always.shape[0]):
@@ -154,7 +158,7 @@ def _part(
             at = places[i] // in_block * block_step + base
             row = places[i] % in_block * page
             key = at + (row * size if paired else row)
-            _page_logits(paired, cache, key, block, size, page, asked, served, weights, i * page, wide)
+            _page_logits(paired, (cache, key, block, page), (asked, size, served), (weights, i * page, wide))
             for k in range(served):
                 for r in range(rows[i], page):
                     weights[k * wide + i * page + r] = -np.inf
@@ -170,18 +174,22 @@ def _part(
             at = places[i] // in_block * block_step + base + block * size
             row = places[i] % in_block * page
             value = at + row * (LANES if paired else size)
-            _page_values(
-                paired, cache, value, block, size, rows[i], weights, i * page, wide, served, acc[first * size :]
-            )
+            weighed = weights, i * page, wide
+            _page_values(paired, (cache, value, block, rows[i]), weighed, (acc[first * size :], size, served))
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(
-    query, query_step, share, size, scale, cache, block_step, head_step, heads, block, page, per, paired, always, tails,
-    table, scores, ids, tokens, acc, peak, total, out, out_step,
-):  # fmt: skip
-    """query, out: flat, with the step from token to token; always `[R,F]`, tails `[R]`, table `[R,E]`; scores
-    `[R*Hs,P]`; ids `[R*Hs,S]`, to be filled; tokens `[R]`; acc `[R*Hs,splits,share*D]`, peak, total `[..,share]`."""
+def _attend(queries, blocks, form, paired, tables, scores, ids, sums, outs):
+    """queries: flat, with the step from token to token, how many share a list, their size and the factor of logits;
+    blocks: flat, with the steps of block and head, and how many KV heads there are; form: see `_part`; tables: always
+    `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; ids `[R*Hs,S]`, to be filled; sums: acc
+    `[R*Hs,splits,share*D]`, peak and total `[..,share]`; outs: flat, with the step from token to token."""
+    (query, query_step, share, size, scale), (cache, block_step, head_step, heads), (out, out_step) = (
+        queries,
+        blocks,
+        outs,
+    )
+    (always, tails, table, tokens), (acc, peak, total) = tables, sums
     lists, splits = total.shape[:2]
     chosen = lists // tokens.shape[0]
     if scores.size < FEW:
@@ -195,9 +203,9 @@ def _attend(
         which, split = unit // splits, unit % splits
         r, s = which // chosen, which % chosen
         _part(
-            paired, query, tokens[r] * query_step + s * share * size, share, size, scale, cache, block_step,
-            s * heads // chosen * head_step, block, page, per, always[r], tails[r], table[r], ids[which], split, splits,
-            acc[which, split], peak[which, split], total[which, split],
+            paired, (query, tokens[r] * query_step + s * share * size, share, size, scale),
+            (cache, block_step, s * heads // chosen * head_step), form, (always[r], tails[r], table[r], ids[which]),
+            (split, splits), (acc[which, split], peak[which, split], total[which, split]),
         )  # fmt: skip
     for which in range(lists):
         r, s = which // chosen, which % chosen
@@ -240,8 +248,10 @@ def attend(
         peak_total: Any = np.empty((2, lists, splits, share), np.float32)
         ids: Any = np.empty((lists, count), np.int32)
         _attend(
-            storage_of(query), query.stride(0), share, size, np.float32(scale) * LOG2E, storage_of(packed),
-            packed.stride(0), packed.stride(1), heads, cache.block, page, pages.unit // page, cache.packing == "pairs",
-            always.numpy(), pages.tails.numpy(), pages.table.numpy(), scores.numpy().reshape(lists, listed), ids,
-            pages.tokens.numpy(), acc, peak_total[0], peak_total[1], storage_of(out), out.stride(0),
+            (storage_of(query), query.stride(0), share, size, np.float32(scale) * LOG2E),
+            (storage_of(packed), packed.stride(0), packed.stride(1), heads),
+            (cache.block, page, pages.unit // page), cache.packing == "pairs",
+            (always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
+            scores.numpy().reshape(lists, listed), ids, (acc, peak_total[0], peak_total[1]),
+            (storage_of(out), out.stride(0)),
         )  # fmt: skip

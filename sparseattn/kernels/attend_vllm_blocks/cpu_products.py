@@ -194,8 +194,13 @@ def _nothing(context, builder, signature, arguments):
 
 
 @njit
-def _page_logits(paired, cache, key, step, size, page, asked, served, out, o, wide):
-    """Logits of a page whose keys begin at `cache[key:]`, for `served` queries."""
+def _page_logits(paired, keys, queries, outs):
+    """Logits of a page for some queries.
+
+    keys: flat, the place of the page's first, the step from channel to channel, and rows of the page; queries: flat,
+    their size, and how many; outs: flat, the place of the first query's, and the step to the next.
+    """
+    (cache, key, step, page), (asked, size, served), (out, o, wide) = keys, queries, outs
     row = 0
     if paired:
         while row + 2 * LANES <= page:
@@ -212,8 +217,13 @@ def _page_logits(paired, cache, key, step, size, page, asked, served, out, o, wi
 
 
 @njit
-def _page_values(paired, cache, value, block, size, rows, weights, w, wide, served, acc):
-    """Adds the weighted `rows` values that begin at `cache[value:]` to `served` sums."""
+def _page_values(paired, values, weighed, sums):
+    """Adds a page's weighted values to the sums of some queries.
+
+    values: flat, the place of the page's first, rows of a block, and rows to add; weighed: weights flat, the place of
+    the first query's, and the step to the next; sums: flat, their size, and how many.
+    """
+    (cache, value, block, rows), (weights, w, wide), (acc, size, served) = values, weighed, sums
     d = 0
     if paired:
         step = block * LANES

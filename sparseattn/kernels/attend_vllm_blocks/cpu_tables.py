@@ -13,8 +13,9 @@ from sparseattn.kernels.numba_entry import entry
 
 
 @entry(cache=True, nogil=True)
-def _tables(rows, blocks, page, unit, block, first, window, table, always, tails):
-    """table `[R,E]`, always `[R,F]` and tails `[R]` of `Zones`, filled in."""
+def _tables(rows, blocks, sizes, first, window, table, always, tails):
+    """table `[R,E]`, always `[R,F]` and tails `[R]` of `Zones`, filled in; sizes: rows of a page, an entry, a block."""
+    page, unit, block = sizes
     held, in_block = block // unit, block // page
     for r in range(rows.shape[0]):
         sealed = max((rows[r] - window) // unit, first)
@@ -49,7 +50,7 @@ def tables(
     table: Any = np.empty((len(rows), max((most - window) // unit - first, 0)), np.int32)
     always: Any = np.empty((len(rows), first * (unit // page) + recent), np.int32)
     tails: Any = np.empty(len(rows), np.int32)
-    _tables(rows, blocks, page, unit, block, first, window, table, always, tails)
+    _tables(rows, blocks, (page, unit, block), first, window, table, always, tails)
     return table, always, tails
 
 

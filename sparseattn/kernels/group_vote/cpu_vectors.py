@@ -74,12 +74,18 @@ def weights(typing, numbers, at, count, highest, out, o):
 
 
 @intrinsic
-def voted(typing, numbers, at, step, share, factor, w, most, out, o, count):
+def voted(typing, arrays, places, step, share, most, count):
     """`out[o:o + count]`, a multiple of 16: the natural logarithm of the sum over `share` query heads of
-    `numbers[at + g * step:] * factor[w + g]`, times 2 to the power of `most`; -inf where the sum is 0."""
+    `numbers[at + g * step:] * factor[w + g]`, times 2 to the power of `most`; -inf where the sum is 0.
+
+    arrays: numbers, factor, out, all flat; places: at, w, o.
+    """
+    numbers, factor, out = arrays
 
     def code(context, builder, signature, arguments):
-        numbers_, at_, step_, share_, factor_, w_, most_, out_, o_, count_ = arguments
+        arrays_, places_, step_, share_, most_, count_ = arguments
+        numbers_, factor_, out_ = cgutils.unpack_tuple(builder, arrays_)
+        at_, w_, o_ = cgutils.unpack_tuple(builder, places_)
         none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
         total, plus = cgutils.alloca_once(builder, FLOATS), splat(builder, most_, FLOATS)
         with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
@@ -97,7 +103,7 @@ def voted(typing, numbers, at, step, share, factor, w, most, out, o, count):
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(numbers, place, place, place, factor, place, types.float32, out, place, place), code
+    return types.void(arrays, types.UniTuple(place, 3), place, place, types.float32, place), code
 
 
 @njit
@@ -141,4 +147,4 @@ def vote_of_list(logits, at, count, share, held, to, out, o):
         else:
             held[own : own + count] = 0
     factors(peak, total, most)
-    voted(held, to, count, share, total.reshape(-1), 0, most[0], out, o, count)
+    voted((held, total.reshape(-1), out), (to, 0, o), count, share, most[0], count)

@@ -16,20 +16,23 @@ from sparseattn.kernels.numba_rows import fetch
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.quantized_keys.cpu_products import SERVED, round_group, rounded_bytes, scratch, tile_logits
-from sparseattn.kernels.quantized_keys.cpu_rows import AHEAD, stored_inputs, work_of
+from sparseattn.kernels.quantized_keys.cpu_rows import AHEAD, head_of, stored_inputs, work_of
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
 
 @njit
-def _pages(
-    query, h, g, served, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
-    grid_at, valid, valid_at, rows, words, bits, count, pages, page, out, out_at, out_step,
-):  # fmt: skip
-    """Logits of listed pages for `served` query heads from g on of KV head h; pages: `[P]`."""
-    padded = query.shape[2]
+def _pages(queries, head, form, count, pages, page, out_of):
+    """Logits of listed pages for some query heads of a KV head.
+
+    queries: see `round_group`; head, form, out_of: see `score_part`; count: rows of the sequence; pages: `[P]`.
+    """
+    (packed, packed_at, group_step), (low, low_at, low_step), (step, step_at, step_step), grid_of, validity = head
+    (size, rows, words, bits), (valid, valid_at), (out, out_at, out_step) = form, validity, out_of
+    served, padded = queries[2], queries[3]
     wide = rounded_bytes(words, bits, padded)
-    lows, steps, numbers, rounded, scale, base = scratch(served, padded, wide)
-    flat, known, part = query.reshape(-1)[g * padded :], -1, np.empty(SERVED * LANES, np.float32)
+    room = scratch(served, padded, wide)
+    rounded, scale, base, rounding = room[3], room[4], room[5], (size, bits, wide)
+    known, part = -1, np.empty(SERVED * LANES, np.float32)
     for p in range(pages.shape[0]):
         first = pages[p] * page
         if p + AHEAD < pages.shape[0] and pages[p + AHEAD] >= 0:
@@ -48,9 +51,8 @@ def _pages(
                 continue
             group, row = row // rows, row - inside
             if group != known:
-                round_group(flat, 0, served, padded, size, bits, wide, low, low_at + group * low_step,
-                     step, step_at + group * step_step, grid, grid_at,
-                     lows, steps, numbers, rounded, scale, base)  # fmt: skip
+                at, by_at = low_at + group * low_step, step_at + group * step_step
+                round_group(queries, rounding, (low, at), (step, by_at), grid_of, room)
                 known = group
             codes = packed_at + group * group_step + (row - group * rows) * 4 * words
             for g in range(0, served, SERVED):
@@ -71,22 +73,25 @@ def _pages(
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _listed(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, valid, valid_step,
-            rows, words, bits, count, heads, pages, page, parts, out):  # fmt: skip
-    """pages: `[B*H,lists,P]`, lists 1 or G; out: `[B*H,G,P*page]`."""
-    share, lists, named = query.shape[1], pages.shape[1], pages.shape[2]
+def _listed(query, keys, form, sizes, pages, out):
+    """query, keys, form: see `_masses`; sizes: rows of a sequence, KV heads, rows of a page, and parts of a list;
+    pages: `[B*H,lists,P]`, lists 1 or G; out: `[B*H,G,P*page]`."""
+    # What the loop over parts reads stands loose, or in tuples of one level: numba takes no others into it.
+    (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, grid_step), (valid, valid_step) = keys
+    (share, padded), lists, named = query.shape[1:], pages.shape[1], pages.shape[2]
+    (count, heads, page, parts), flat = sizes, query.reshape(-1)
     line, served, each = out.reshape(-1), share // lists, (named + parts - 1) // parts
     for unit in prange(query.shape[0] * lists * parts):
         which, part = unit // parts, unit % parts
         head, which = which % lists, which // lists
         b, h = which // heads, which % heads
         first = min(named, part * each)
-        _pages(query[which : which + 1], 0, head * served, served, size,
-               packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
-               low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-               step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, which * grid_step,
-               valid, b * valid_step, rows, words, bits, count, pages[which, head, first : min(named, first + each)],
-               page, line, ((which * share + head * served) * named + first) * page, named * page)  # fmt: skip
+        keys_of = (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, grid_step), (valid, valid_step)
+        _pages(
+            (flat, (which * share + head * served) * padded, served, padded), head_of(keys_of, b, h, which * grid_step),
+            form, count, pages[which, head, first : min(named, first + each)], page,
+            (line, ((which * share + head * served) * named + first) * page, named * page),
+        )  # fmt: skip
 
 
 def logits_of_listed(query: Tensor, keys: QuantizedKeys, pages: Tensor, page: int, factor: float = 1.0) -> Tensor:
@@ -101,7 +106,6 @@ def logits_of_listed(query: Tensor, keys: QuantizedKeys, pages: Tensor, page: in
     listed = pages.int().contiguous().numpy().reshape(batch * heads, -1, named)
     with ONE_AT_A_TIME:
         threads = use_threads(2 * work_of(query, named * page))  # a group's query may be rounded for one page alone
-        _listed(
-            *inputs, keys.bits, count, heads, listed, page, 4 * threads, out.numpy().reshape(batch * heads, share, -1)
-        )  # fmt: skip
+        sizes = count, heads, page, 4 * threads
+        _listed(*inputs, sizes, listed, out.numpy().reshape(batch * heads, share, -1))
     return out

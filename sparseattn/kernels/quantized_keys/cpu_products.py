@@ -262,12 +262,15 @@ def _of_grid(typing, levels, grid, place, other):
 
 
 @njit(inline="always")
-def round_group(
-    query, h, share, padded, size, bits, wide, low, low_at, step, step_at, grid, grid_at, lows, steps, numbers, rounded,
-    scale, base,
-):  # fmt: skip
-    """The query heads of KV head h, rounded for one group, whose levels are `low[low_at:]` and `step[step_at:]`, on the
-    grid `grid[grid_at:]` (`kernels.quantized_keys.level_grid`) if they are of 8 bits."""
+def round_group(queries, form, low_of, step_of, grid_of, room):
+    """Query heads, rounded for one group, whose levels are on a grid (`kernels.quantized_keys.level_grid`) if they are
+    of 8 bits.
+
+    queries: flat, the place of the first, how many, and the numbers of one; form: channels, bits, and bytes of a
+    rounded query; low_of, step_of, grid_of: each flat, with a place; room: see `scratch`.
+    """
+    (query, first, share, padded), (size, bits, wide), (low, low_at) = queries, form, low_of
+    (step, step_at), (grid, grid_at), (lows, steps, numbers, rounded, scale, base) = step_of, grid_of, room
     unit_at, pace_at = grid_at + size, grid_at + 2 * size
     for d in range(size):
         unit, anchor = _of_grid(low, grid, unit_at + d, ONE), _of_grid(low, grid, grid_at + d, NONE)
@@ -275,7 +278,7 @@ def round_group(
         put(steps, d, read(step, step_at + d) * _of_grid(step, grid, pace_at + d, ONE))
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     for g in range(0, share, SERVED):
-        served, q = min(SERVED, share - g), (h * share + g) * padded
+        served, q = min(SERVED, share - g), first + g * padded
         _round_queries(served, query, q, lows, steps, padded, middle, numbers, rounded, g * wide, wide, scale, base, g)
 
 

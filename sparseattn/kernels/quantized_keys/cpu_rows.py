@@ -76,22 +76,39 @@ def _page_masses(typing, numbers, at, page, out):
 
 
 @njit
-def score_part(
-    query, h, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
-    valid, valid_at, places, rows, words, bits, first, last, page, unit, out, out_at, out_step,
-):  # fmt: skip
-    """Write what the pages of the groups `first` to `last` of one KV head weigh, as `out[out_at:]` and so on for each
-    query head: for pages of 1 row their logits, else `unit` times the logarithms of base 2 of their sums of 2 to the
-    power of each.
+def head_of(keys, b, h, grid_at):
+    """What is stored of KV head h of sequence b, of the `keys` of `stored_inputs`: codes, lowest levels and steps, each
+    flat, with the head's place and the step from group to group; grid and validity, flat with the head's place."""
+    (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, _), (valid, valid_step) = keys
+    return (
+        (packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2]),
+        (low, b * low_steps[0] + h * low_steps[1], low_steps[2]),
+        (step, b * step_steps[0] + h * step_steps[1], step_steps[2]),
+        (grid, grid_at),
+        (valid, b * valid_step),
+    )
 
-    places: `[n]`, where in a store that sequences share a group lies, negative: nowhere; `valid[valid_at:]` is then of
-    any one group. `[0]`: the groups are the sequence's own. The logits of a page's rows are kept for one group at a
-    time.
+
+@njit
+def score_part(query, h, head, form, places, groups, page_unit, out_of):
+    """Write what the pages of some groups of one KV head weigh, for each query head: for pages of 1 row their logits,
+    else `unit` times the logarithms of base 2 of their sums of 2 to the power of each.
+
+    query: `[B*H,G,padded]`, of which h is the head's; head: see `head_of`; form: channels, rows of a group, words of a
+    row, and bits; places: `[n]`, where in a store that sequences share a group lies, negative: nowhere; validity is
+    then of any one group. `[0]`: the groups are the sequence's own; groups: first and last; page_unit: rows of a page,
+    and `unit`; out_of: flat, the place of the first query head's, and the step to the next. The logits of a page's rows
+    are kept for one group at a time.
     """
+    (packed, packed_at, group_step), (low, low_at, low_step), (step, step_at, step_step), grid_of, known = head
+    (size, rows, words, bits), (first, last), (page, unit), (out, out_at, out_step) = form, groups, page_unit, out_of
+    valid, valid_at = known
     share, padded = query.shape[1:]
     wide = rounded_bytes(words, bits, padded)
-    lows, steps, numbers, rounded, scale, base = scratch(share, padded, wide)
+    room = scratch(share, padded, wide)
+    rounded, scale, base = room[3], room[4], room[5]
     flat, tiles, pages = query.reshape(-1), rows // LANES, rows // page
+    queries, rounding = (flat, h * share * padded, share, padded), (size, bits, wide)
     paired = tiles & -2 if PAIRS else 0
     shared, alone = len(places) > 0, page == 1
     held = np.empty(1 if alone else SERVED * rows, np.float32)
@@ -109,9 +126,8 @@ def score_part(
                 for g in range(share):
                     out[to + g * out_step : to + g * out_step + pages] = -np.inf
                 continue
-        round_group(flat, h, share, padded, size, bits, wide, low, low_at + place * low_step,
-             step, step_at + place * step_step, grid, h * grid_step,
-             lows, steps, numbers, rounded, scale, base)  # fmt: skip
+        at, by_at = low_at + place * low_step, step_at + place * step_step
+        round_group(queries, rounding, (low, at), (step, by_at), grid_of, room)
         codes = packed_at + place * group_step
         for g in range(0, share, SERVED):
             served, rounded_at = min(SERVED, share - g), g * wide
@@ -140,36 +156,42 @@ def score_part(
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _masses(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, valid, valid_step,
-            rows, words, places, bits, once, page, unit, out):  # fmt: skip
-    """query: `[B*H,G,padded]`; places: `[B,n]` or `[B,0]`, see `_part`; out: `[B,H,G,N/page]`; `once`: groups of a
-    part."""
+def _masses(query, keys, form, places, once, page_unit, out):
+    """query: `[B*H,G,padded]`; keys: see `stored_inputs`; places: `[B,n]` or `[B,0]`; form, page_unit: see
+    `score_part`; once: groups of a part; out: `[B,H,G,N/page]`."""
+    # What the loop over parts reads stands loose, or in tuples of one level: numba takes no others into it.
+    (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, grid_step), (valid, valid_step) = keys
     _, heads, share, count = out.shape
-    pages = rows // page
+    pages = form[1] // page_unit[0]
     groups = count // pages
     parts = (groups + once - 1) // once
     line = out.reshape(-1)
     for work in prange(query.shape[0] * parts):
         which, first = work // parts, work % parts * once
         b, h = which // heads, which % heads
-        score_part(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
-              low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-              step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, grid_step,
-              valid, b * valid_step, places[b], rows, words, bits, first, min(groups, first + once), page, unit,
-              line, which * share * count + first * pages, count)  # fmt: skip
+        keys_of = (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, grid_step), (valid, valid_step)
+        head = head_of(keys_of, b, h, which * grid_step)
+        to = line, which * share * count + first * pages, count
+        score_part(query, which, head, form, places[b], (first, min(groups, first + once)), page_unit, to)
 
 
 def stored_inputs(query: Tensor, keys: QuantizedKeys, rows: int, factor: float) -> Any:
-    """Return what a kernel takes of its inputs, the query padded and times `factor`; `rows`: of a group."""
+    """Return what a kernel takes: the query, padded and times `factor`; the keys, as codes, lowest levels and steps
+    with their steps of b, h and group, grid with its step of heads, validity with its step of b; and the form,
+    channels, rows of a group, words of a row, and bits. `rows`: of a group."""
     size = query.shape[-1]
     padded = -(-size // LANES) * LANES
     scaled = torch.nn.functional.pad(query.float().flatten(0, 1) * factor, (0, padded - size)).contiguous()
     grid = torch.empty(0) if keys.grid is None else keys.grid
     valid = keys.mask if keys.mask.stride(-1) == 1 else keys.mask.contiguous()  # one for all rows, expanded
     return (
-        scaled.numpy(), size, *flat_rows(keys.codes), *flat_rows(keys.low), *flat_rows(keys.step),
-        storage_of(grid.contiguous()), 0 if keys.grid is None else NUMBERS * size,
-        storage_of(valid.view(torch.uint8)), valid.stride(0), rows, keys.codes.shape[3] // (4 * rows),
+        scaled.numpy(),
+        (
+            flat_rows(keys.codes), flat_rows(keys.low), flat_rows(keys.step),
+            (storage_of(grid.contiguous()), 0 if keys.grid is None else NUMBERS * size),
+            (storage_of(valid.view(torch.uint8)), valid.stride(0)),
+        ),
+        (size, rows, keys.codes.shape[3] // (4 * rows), keys.bits),
     )  # fmt: skip
 
 
@@ -203,9 +225,7 @@ def masses(query: Tensor, keys: QuantizedKeys, page: int = 1, table: Tensor | No
     inputs = stored_inputs(query, keys, rows, factor * size**-0.5)
     with ONE_AT_A_TIME:
         use_threads(work_of(query, groups * rows) + work_of_masses(query, groups * rows, page), work_of_a_thread(table))
-        _masses(
-            *inputs, places_of(table, batch), keys.bits, groups_of_a_part(rows), page, np.float32(unit), out.numpy()
-        )
+        _masses(*inputs, places_of(table, batch), groups_of_a_part(rows), (page, np.float32(unit)), out.numpy())
     return out
 
 

@@ -24,6 +24,7 @@ from sparseattn.kernels.quantized_keys.cpu_listed import logits_of_listed
 from sparseattn.kernels.quantized_keys.cpu_rows import (
     groups_and_rows,
     groups_of_a_part,
+    head_of,
     places_of,
     score_part,
     stored_inputs,
@@ -36,20 +37,18 @@ from sparseattn.kernels.topk.cpu import best
 
 
 @njit
-def _weigh(
-    query, which, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
-    grid_step, valid, valid_at, places, rows, words, bits, first, last, page, each, held, to, wide, peak, total,
-):  # fmt: skip
-    """The weights of a part, groups `first` to `last`, as `held[to:]` and so on for each query head, `wide` from one to
-    the next; of each head the largest score and the sum of the weights as `peak` and `total` `[G]`.
+def _weigh(query, which, head, form, places, groups, pages_of, weights_of, sums):
+    """The weights of a part, and of each query head the largest score and the sum of the weights.
+
+    query, head, form, places, groups: see `score_part`, `which` being the head's; pages_of: rows of a page, and how
+    many pages a part has room for; weights_of: flat, the place of the first query head's, and the step to the next;
+    sums: `peak` and `total` `[G]`, which are written.
     """
+    (page, each), (held, to, wide), (peak, total) = pages_of, weights_of, sums
     share = query.shape[1]
     scores = np.empty(share * each, np.float32)
-    score_part(
-        query, which, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
-        grid_step, valid, valid_at, places, rows, words, bits, first, last, page, np.float32(1), scores, 0, each,
-    )  # fmt: skip
-    pages = (last - first) * rows // page
+    score_part(query, which, head, form, places, groups, (page, np.float32(1)), (scores, 0, each))
+    pages = (groups[1] - groups[0]) * form[1] // page
     count = (pages + LANES - 1) & -LANES
     for g in range(share):
         begin = g * each
@@ -64,18 +63,19 @@ def _weigh(
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, valid, valid_step,
-             rows, words, table, bits, groups, once, heads, page, each, held, out, ids):  # fmt: skip
-    """table: as `_masses` has `places`; held: `[L,G,parts*each]`, for weights; out: `[B*H,parts*each]`; ids: `[B*H,S]`,
-    the best places of each, or S 0; `once`: groups of a part, of which `each` is the number of pages, up to a multiple
-    of 16.
+def _softmax(query, keys, form, table, sizes, held, out, ids):
+    """query, keys, form: see `_masses`; table: as `_masses` has `places`; sizes: groups in all, groups of a part, KV
+    heads, rows of a page, and the pages of a part, up to a multiple of 16; held: `[L,G,parts*each]`, for weights; out:
+    `[B*H,parts*each]`; ids: `[B*H,S]`, the best places of each, or S 0.
 
     A weight is 2 to the power of the score, in units of log 2, less the part's largest; of rows that all query heads
     weigh at less than 2^-126 of that no order is kept. Where L divides B*H, L threads each take whole KV heads, one
     after the other, so that the weights of one stay in the cache, and the votes too where `out` is `[L,parts*each]`;
     with L = B*H all threads share each of them.
     """
-    lists, (workers, share, places) = len(ids), held.shape
+    # What the loop over parts reads stands loose, or in tuples of one level: numba takes no others into it.
+    (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, grid_step), (valid, valid_step) = keys
+    (groups, once, heads, page, each), lists, (workers, share, places) = sizes, len(ids), held.shape
     parts, own = places // each, len(out) == lists
     line, votes = held.reshape(-1), out.reshape(-1)
     peak, total = np.empty((lists, parts, share), np.float32), np.empty((lists, parts, share), np.float32)
@@ -87,29 +87,36 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             b, h = which // heads, which % heads
             begin = unit % parts if shared else 0
+            keys_of = (
+                (packed, packed_steps),
+                (low, low_steps),
+                (step, step_steps),
+                (grid, grid_step),
+                (valid, valid_step),
+            )
+            head = head_of(keys_of, b, h, which * grid_step)
             for part in range(begin, begin + 1 if shared else parts):
                 first = part * once
-                _weigh(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
-                       low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-                       step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, grid_step,
-                       valid, b * valid_step, table[b], rows, words, bits, first, min(groups, first + once), page, each,
-                       line, worker * share * places + part * each, places,
-                       peak[which, part], total[which, part])  # fmt: skip
+                _weigh(
+                    query, which, head, form, table[b],
+                    (first, min(groups, first + once)), (page, each),
+                    (line, worker * share * places + part * each, places), (peak[which, part], total[which, part]),
+                )  # fmt: skip
             if not shared:
                 to = np.intp(which if own else worker)
                 factors(peak[which], total[which], most[which])
                 for part in range(parts):
-                    voted(line, worker * share * places + part * each, places, share,
-                           shares, (which * parts + part) * share, most[which, part],
-                           votes, to * places + part * each, each)  # fmt: skip
+                    at, own_at = worker * share * places + part * each, (which * parts + part) * share
+                    to_all = at, own_at, to * places + part * each
+                    voted((line, shares, votes), to_all, places, share, most[which, part], each)
                 best(out[to], ids[which])
     if shared:
         for which in range(lists):
             factors(peak[which], total[which], most[which])
         for unit in prange(lists * parts):
             which, part = unit // parts, unit % parts
-            voted(line, which * share * places + part * each, places, share, shares, unit * share, most[which, part],
-                   votes, which * places + part * each, each)  # fmt: skip
+            at = which * share * places + part * each, unit * share, which * places + part * each
+            voted((line, shares, votes), at, places, share, most[which, part], each)
         for which in prange(lists):
             best(out[which], ids[which])
 
@@ -132,7 +139,7 @@ def _vote(
         workers = lists if lists % threads else threads
         out = torch.empty(lists if count is None else workers, parts, each)
         _softmax(
-            *inputs, places_of(table, batch), keys.bits, groups, once, heads, page, each,
+            *inputs, places_of(table, batch), (groups, once, heads, page, each),
             torch.empty(workers, share, parts * each).numpy(),
             out.numpy().reshape(-1, parts * each), ids.numpy().reshape(lists, -1),
         )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_rows import array_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, WORD, every, place_in, splat
 
@@ -94,13 +95,14 @@ def _number(typing, key):
 def _nth(keys, many, count, spare):
     """The `count`-th largest of `keys[:many]` and how many equal to it are among the `count` largest.
 
-    By a histogram of the leading 11 bits, then of the next 11 in the bin where the count is reached, then of the last.
+    By a histogram of the leading 11 bits, then of the next 11 in the bin where the count is reached, then of the last;
+    of few keys by 8 bits at a time, as clearing the bins would take longest.
     """
-    bins = np.empty(2048, np.int32)
-    held, shift = keys, 21
+    digit = 8 if many < 2048 else 11
+    bins = np.empty(1 << digit, np.int32)
+    held, shift, mask = keys, 32 - digit, (1 << digit) - 1
     while True:
         bins[:] = 0
-        mask = 2047 if shift else 1023
         for i in range(many):
             bins[np.intp(held[i] >> np.uint32(shift)) & mask] += 1
         edge = mask
@@ -116,7 +118,7 @@ def _nth(keys, many, count, spare):
         held, many = spare, inside
         if shift == 0 or many == 1:
             return spare[0], count
-        shift = 10 if shift == 21 else 0
+        shift = max(shift - digit, 0)
 
 
 @njit
@@ -187,3 +189,26 @@ def best_rows(scores: Tensor, count: int) -> Tensor:
         use_threads(2 * scores.numel())
         _best_rows(scores.contiguous().numpy().reshape(-1, total), ids.numpy().reshape(-1, ids.shape[2]))
     return ids
+
+
+@entry(cache=True, nogil=True)
+def _best_pages(scores_at, sizes, page, out_at):
+    """scores_at: where `[lists,P]` of float32 lies; sizes: lists, P, S; out_at: where start and length `[2,lists,S]` of
+    int32 lie."""
+    lists, pages, count = sizes
+    scores, out = array_at(np.float32, scores_at, lists * pages), array_at(np.int32, out_at, 2 * lists * count)
+    for which in range(lists):
+        ids = out[which * count : (which + 1) * count]
+        best(scores[which * pages : (which + 1) * pages], ids)
+        for s in range(count):
+            out[(lists + which) * count + s] = page if ids[s] >= 0 else 0
+            ids[s] = max(ids[s], 0) * page
+
+
+def best_pages(scores: Tensor, count: int, page: int) -> tuple[Tensor, Tensor]:
+    """As `dispatch.best_pages`, of float32, the pages in their order."""
+    batch, chosen, total = scores.shape
+    scores, out = scores.contiguous(), torch.empty(2, batch, chosen, min(count, total), dtype=torch.int32)
+    if out.numel():
+        _best_pages(scores.data_ptr(), (batch * chosen, total, out.shape[3]), page, out.data_ptr())
+    return out[0], out[1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparseattn.kernels.implementations import Operation
 
 ROWS = Operation(__package__, "torch", "numba")
-PAGES = Operation(__package__, "torch", "triton")
+PAGES = Operation(__package__, "torch", "numba", "triton")
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -38,10 +38,11 @@ def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -
     Args:
         scores: `[B,Hs,P]`, -inf for a page that must not be chosen.
         page: rows of a page.
-        impl: "torch" or "triton", see `implementations`.
+        impl: "torch", "numba", which takes float32, or "triton", see `implementations`.
 
     Returns:
         start, length `[B,Hs,S]` int32, S = min(count, P); length 0 where there are fewer pages. Of pages with the same
         score any may be chosen.
     """
-    return PAGES.pick(impl, scores.device, scores.dtype).best_pages(scores, count, page)
+    torch_only = not scores.is_cuda and (scores.dtype != torch.float32 or scores.requires_grad)
+    return PAGES.pick(impl, scores.device, scores.dtype, torch_only).best_pages(scores, count, page)

@@ -88,7 +88,7 @@ def section(records: Sequence[Record]) -> Section:
     measured = [Recorded(one) for one in records]
     lead = replay_tables.finding(measured)
     findings = [] if lead is None else [lead.removeprefix(replay_tables.IN_SHORT)]  # the page's own words
-    findings.append(replay_tables.verdict(measured))
+    findings += [*replay_tables.own_methods(measured), replay_tables.verdict(measured)]
     views: list[View] = [_frontier(records)]
     if maps := _heads(records):
         views.append(maps)

@@ -54,10 +54,23 @@ def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[
         seen.add(folder.resolve())
         there = [name for name in wanted if (folder / name).is_file()]
         if not there:
+            _refuse_unfinished(folder, wanted)
             raise ValueError(f"{folder} holds no records: none of {', '.join(wanted)} is there")
         for name in there:
             sources.setdefault(name, []).append(RecordSource(folder / name, lines(folder / name, files[name])))
     return sources
+
+
+def _refuse_unfinished(folder: Path, wanted: Sequence[str]) -> None:
+    """ValueError where a run has not finished: its records lie in NAME.partial.jsonl until all are there."""
+    for name in wanted:
+        partial = (folder / name).with_suffix(".partial.jsonl")
+        if partial.is_file():
+            raise ValueError(
+                f"the run that writes {folder / name} has not finished: {partial.name} holds "
+                f"{len(partial.read_bytes().splitlines())} records. Let it finish, or run the same command again, "
+                f"which begins anew. To show what is there, rename {partial.name} to {name}"
+            )
 
 
 def lines(path: Path, check: Check) -> list[Record]:

@@ -23,6 +23,7 @@ from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
+from sparseattn.selectors.pages.score_checks import check_scores
 from sparseattn.selectors.saved_state import Loaded, check_finite, check_no_order, check_tensors
 
 Entries: TypeAlias = Mapping[str, Tensor]
@@ -46,6 +47,7 @@ class PageSelector(EstimatesMass, Selector):
     """
 
     entry_names: tuple[str, ...] = ()
+    _shown: tuple[Tensor, Entries, Tensor] | None = None
     mass: bool = False
     kernel: str = "bounds"
 
@@ -114,7 +116,7 @@ class PageSelector(EstimatesMass, Selector):
         """
         each = copy.copy(self)
         each.group = "each"
-        scores = each.scores(query, entries, real).unflatten(1, query.shape[1:3])
+        scores = each._scored(query, entries, real).unflatten(1, query.shape[1:3])
         return scores - math.log(self.page) if self.mass else scores
 
     def why_not_shared(self) -> str | None:
@@ -144,12 +146,12 @@ class PageSelector(EstimatesMass, Selector):
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if budget < self.page:
             self._refuse(budget)
-        return self._best(self.scores(query, self._entries(), self.valid_entries(step.valid)), budget)
+        return self._best(self._scored(query, *self._entries_of(step.valid)), budget)
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
         if budget < self.page:
             self._refuse(budget)
-        logits = self.page_logits(query, self._entries(), self.valid_entries(step.valid))
+        logits = self.page_logits(query, *self._entries_of(step.valid))
         selection = self._best(vote(logits, self.group), budget)
         return Weighed.of(self.counted(selection, query, step, budget), self.fitted(logits), self.page)
 
@@ -180,8 +182,8 @@ class PageSelector(EstimatesMass, Selector):
         method = type(self).__name__
         if not all(isinstance(getattr(self, name, None), RowBuffer) for name in self.entry_names):
             raise ValueError(
-                f"{method}.__init__ has not called super().__init__(page, group), which sets the page and makes a "
-                f"buffer for each of entry_names"
+                f"{method}.__init__ has not called super().__init__(page, group): call it, as it sets page and group "
+                f"and makes a buffer for each of entry_names"
             )
         made = self.entries(keys)
         if set(made) != set(self.entry_names):
@@ -198,11 +200,31 @@ class PageSelector(EstimatesMass, Selector):
                 )
         return made
 
+    def _scored(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        """Return `scores`; ValueError for another shape."""
+        made = next(iter(entries.values()), real[:, None])
+        pages = made.shape[2] * self.unit // self.page
+        return check_scores(type(self).__name__, self.scores(query, entries, real), query, pages)
+
     def _refuse(self, budget: int) -> NoReturn:
         raise ValueError(f"{self} reads whole pages: its budget is at least {self.page} rows, got {budget}")
 
     def _entries(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).visible for name in self.entry_names}
+
+    def _entries_of(self, valid: Tensor) -> tuple[Entries, Tensor]:
+        """What `scores` takes: the entries and which are real, by the rows `[B,N]` bool that are no padding.
+
+        Both are made once for each seal, behind which `valid` is another tensor; in storage of a fixed size it is not.
+        """
+        if self._shown is None or self._shown[0] is not valid or self.fixed_for_cache:
+            self._shown = valid, self._entries(), self.valid_entries(valid)
+        _, entries, real = self._shown
+        return entries, real
+
+    def _forget_views(self) -> None:
+        super()._forget_views()
+        self._shown = None
 
     def valid_entries(self, valid: Tensor) -> Tensor:
         """What `scores` takes as `real`, of the rows `[B,N]` bool that are no padding, which comes in whole entries."""

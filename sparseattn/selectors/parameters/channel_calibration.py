@@ -9,13 +9,14 @@ The file, format version 1 (any safetensors reader opens it):
     layers.{i}.{name}        float32, the parameters of layer i; for "loki" basis [H,D,D] (a column is a principal
                              direction, that of the largest variance first) and variance [H,D], for "doublesparsity"
                              importance [H,D], the mean of |q_i k_i|, for "querypq" centre [H,D], turn [H,D,D], back
-                             [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`
+                             [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`, for "hata" directions
+                             [H,D,b], for "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r]
     layers.{i}.inv_freq      [R/2] f32, the frequencies of the layer's RoPE, where it is known
 
     metadata (strings, as safetensors requires):
     format    "sparseattn-calibration"
     version   "1"
-    method    "loki", "doublesparsity" or "querypq"
+    method    "loki", "doublesparsity", "querypq", "hata" or "indexer"
     roped     "true": keys after RoPE; "false": before it
     ropes     JSON object: layer -> {"scaling", "interleaved"}
     meta      JSON object: model id, config hash, heads, group, size, prompts, tokens, versions
@@ -43,7 +44,7 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 
 FORMAT = "sparseattn-calibration"
 VERSION = "1"
-MAKE = "`sparseattn calibrate`, or `train` for querypq, makes one"
+MAKE = "`sparseattn calibrate`, or `train` for querypq, hata and indexer, makes one"
 WHAT = f"a calibration ({MAKE})"
 CHUNK = 8192  # rows summed at a time
 
@@ -120,6 +121,8 @@ PARAMETERS = {
     "loki": {"basis": "HDD", "variance": "HD"},
     "doublesparsity": {"importance": "HD"},
     "querypq": {"centre": "HD", "turn": "HDD", "back": "HDD", "centroids": "HSKd"},
+    "hata": {"directions": "HDb"},
+    "indexer": {"keys": "HDr", "queries": "HGDr", "low": "Hr", "step": "Hr"},
 }
 
 

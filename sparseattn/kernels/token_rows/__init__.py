@@ -1,0 +1,1 @@
+"""A token's key and value, written behind those that a cache holds."""

@@ -1,0 +1,66 @@
+"""What a lossless generation refuses: requests beyond tokens, and caches that full attention cannot be had from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sparseattn.models.attention_routing import name_of
+from sparseattn.models.errors import ModelError
+from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.selectors.abilities import Evicts
+
+# Arguments that `generate` hands on and that are heard, or change nothing.
+HEARD = ("attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+BESIDE_TOKENS = (
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict_in_generate",
+)
+
+
+def check_request(config: Any, inputs: dict[str, Any], synced: bool) -> None:
+    """Refuse what is asked for beside tokens."""
+    if config.num_beams != 1:
+        raise ValueError(
+            f"drafts are checked for greedy decoding and sampling, not for beams: num_beams=1, got {config.num_beams}"
+        )
+    if config.use_cache is False:
+        raise ValueError("drafts and full attention share a cache: leave use_cache on")
+    if synced:
+        raise ValueError("synced_gpus is not supported: sequences of one process are drafted alone")
+    for name in BESIDE_TOKENS:
+        if getattr(config, name, False):
+            raise ValueError(f"a lossless generation returns tokens alone: leave {name} out")
+    if more := [name for name, value in inputs.items() if name not in HEARD and isinstance(value, Tensor)]:
+        raise ValueError(f"a lossless generation goes on from input_ids alone: leave {', '.join(sorted(more))} out")
+
+
+def check_cache(cache: SparseCache) -> None:
+    """Refuse a cache that full attention cannot be had from, or that does not go back."""
+    for index, layer in cache.sparse_layers.items():
+        for part in layer.parts:
+            selector = part.rows.selector
+            if selector.find(Evicts):
+                raise ValueError(
+                    f"layer {index}: {selector!r} drops rows for good, which full attention would have to read: draft "
+                    f"with a method that keeps them, such as lowbit or quest"
+                )
+            if part.rows.codec is not None:
+                raise ValueError(
+                    f"layer {index}: rows={part.rows.codec} keeps rounded rows, and full attention over these is not "
+                    f"the model's own: leave rows out"
+                )
+    for index, layer in enumerate(cache.layers):
+        croppable = getattr(layer, "is_croppable", True)
+        if getattr(layer, "is_sliding", False) and not hasattr(layer, "activate_past_recording"):
+            croppable = False
+        if not croppable:
+            raise ModelError(
+                f"layer {index} of {name_of(cache.model)} keeps a state that does not go back "
+                f"({type(layer).__name__}), so rejected drafts would stay in it: lossless drafts need layers that "
+                f"crop, and for sliding windows transformers 5.23 or later"
+            )

@@ -1,0 +1,142 @@
+"""How many tokens to draft: a fixed number, or the one that gives the most tokens a second by what was measured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+LENGTHS = (1, 2, 3, 4, 6, 8)  # drafts that "auto" chooses among
+PROBE = 4  # drafts of a round that measures
+GAIN = 1.05  # times dense decoding that drafting must promise
+FADE = 0.95  # what a round leaves of the weight of earlier ones, in the estimate of acceptance
+WAIT, LONGEST_WAIT = 64, 1024  # dense steps before drafting is tried again: at first, and at most
+AGAIN = 48  # rounds of drafts between two dense steps, which show what these take now
+LEAST_SHARE = 0.3  # of a step's bytes: where attention reads less, no draft can pay
+
+
+class DraftLength(ABC):
+    """Says before each round how many tokens are drafted, and is told what came of it.
+
+    Attributes:
+        reason: why nothing is drafted, in words; empty where something is.
+    """
+
+    reason = ""
+
+    @abstractmethod
+    def next(self, context: int) -> int:
+        """Return how many tokens to draft behind so many; 0: a plain dense step."""
+
+    @abstractmethod
+    def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
+        """Note a round: its drafts, how many of them each sequence accepted, and what drafting and checking took."""
+
+
+class Fixed(DraftLength):
+    """Always as many."""
+
+    def __init__(self, drafts: int) -> None:
+        self.drafts = drafts
+        self.reason = "" if drafts else "draft=0 asks for"
+
+    def next(self, context: int) -> int:
+        """Return the number."""
+        return self.drafts
+
+    def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
+        """Learn nothing."""
+
+
+class Auto(DraftLength):
+    """As many as give the most tokens a second, by the acceptance and the seconds of this generation's own rounds.
+
+    A round of k drafts is expected to give (1 - a^(k+1)) / (1 - a) tokens, where a is the chance that a draft is
+    accepted behind accepted ones (https://arxiv.org/abs/2211.17192), for k draft steps and a verification of k + 1
+    tokens. Verifications that have not been seen are on the line through those that have. First come two dense steps
+    and two rounds of `PROBE` drafts, the first of each uncounted, as it compiles code and builds the index. Where
+    dense steps are better, drafting is tried again after some of them, each time after twice as many.
+
+    Args:
+        share: of a token, what attention to the whole context reads over all that a dense step reads besides, per
+            token of context: bytes of rows over bytes of weights.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._verify: dict[int, deque[float]] = {}  # seconds by drafts
+        self._draft: deque[float] = deque(maxlen=8)  # seconds a step
+        self._hits = self._tries = 0.0
+        self._plan = [0, 0, PROBE, PROBE]  # rounds to come that measure
+        self._warm: set[bool] = set()  # whether a dense step and a drafting round have been seen
+        self._wait, self._waited, self._since = WAIT, 0, 0
+
+    def next(self, context: int) -> int:
+        """Return how many tokens to draft."""
+        share = self._share * context / (1 + self._share * context)
+        if share < LEAST_SHARE:
+            self.reason = f"attention reads {share:.0%} of a step's bytes at {context:,} tokens, less than drafts need"
+            return 0
+        if self._plan:
+            return self._plan[0]
+        best = self.best()
+        if best:
+            self.reason = ""
+            self._wait, self._waited = WAIT, 0
+            if self._since >= AGAIN:
+                self._plan = [0]
+                return 0
+            return best
+        self.reason = f"no number of drafts promises {GAIN:g} times dense decoding at {context:,} tokens"
+        if self._waited >= self._wait:
+            self._wait, self._waited = min(2 * self._wait, LONGEST_WAIT), 0
+            self._plan = [PROBE]
+            return PROBE
+        self._waited += 1
+        return 0
+
+    def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
+        """Note a round."""
+        if self._plan:
+            self._plan.pop(0)
+        if drafts:
+            self._hits = FADE * self._hits + sum(accepted)
+            self._tries = FADE * self._tries + sum(min(count + 1, drafts) for count in accepted)
+        self._since = self._since + 1 if drafts else 0
+        if (drafts > 0) not in self._warm:
+            self._warm.add(drafts > 0)
+            return
+        self._verify.setdefault(drafts, deque(maxlen=5)).append(verify_seconds)
+        if drafts:
+            self._draft.append(draft_seconds / drafts)
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a draft is accepted behind accepted ones."""
+        return self._hits / self._tries if self._tries else 0.0
+
+    def verify_seconds(self, drafts: int) -> float:
+        """Return what checking so many drafts takes: measured, or on the line through the nearest that were."""
+        if drafts in self._verify:
+            return median(self._verify[drafts])
+        near = sorted(self._verify, key=lambda seen: abs(seen - drafts))[:2]
+        (first, here), (second, there) = ((seen, median(self._verify[seen])) for seen in near)
+        slope = max((there - here) / (second - first), 0.0)
+        return max(here + slope * (drafts - first), 0.0)
+
+    def rate(self, drafts: int) -> float:
+        """Return the tokens a second expected of rounds of so many drafts."""
+        chance = min(self.acceptance, 0.999)
+        tokens = (1 - chance ** (drafts + 1)) / (1 - chance)
+        return tokens / (drafts * median(self._draft) + self.verify_seconds(drafts)) if drafts else 1 / self.dense
+
+    @property
+    def dense(self) -> float:
+        """Seconds of a dense step."""
+        return self.verify_seconds(0)
+
+    def best(self) -> int:
+        """Return the number of drafts with the most tokens a second; 0 where none beats dense decoding by `GAIN`."""
+        drafts = max(LENGTHS, key=self.rate)
+        return drafts if self.rate(drafts) > GAIN * self.rate(0) else 0

@@ -1,0 +1,116 @@
+"""Method, budget and number of drafts that generate losslessly at the most tokens a second, by the clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sparseattn.core.budget import Budget, budget_label
+from sparseattn.models.drafts.blocks import Block, advance, loop_behind
+from sparseattn.models.drafts.length import Fixed
+from sparseattn.models.prefill import Prefill
+
+GAIN = 1.05  # times plain decoding below which drafts are not worth recommending
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """How to draft, and what came of it.
+
+    Args:
+        selector, budget: of draft steps; "" and None for plain dense steps.
+        drafts: tokens drafted before each check; 0: plain dense steps.
+        tokens_a_second: median over the prompts.
+        to_plain: times as fast as plain dense steps of the same prompt; median.
+        acceptance: drafts accepted, over all prompts; None without drafts.
+    """
+
+    selector: str
+    budget: Budget
+    drafts: int
+    tokens_a_second: float
+    to_plain: float
+    acceptance: float | None
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON holds it."""
+        return {
+            "selector": self.selector,
+            "budget": None if not self.drafts else budget_label(self.budget),
+            "drafts": self.drafts,
+            "tokens_a_second": round(self.tokens_a_second, 3),
+            "to_plain": round(self.to_plain, 3),
+            "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
+        }
+
+
+@dataclass(frozen=True)
+class DraftTrial:
+    """What is measured.
+
+    Args:
+        methods, budgets, drafts: to choose among.
+        tokens: of each block that is timed.
+        sink, window: of the caches.
+        chunk: tokens a forward pass of a prefill.
+    """
+
+    methods: Sequence[str]
+    budgets: Sequence[Budget]
+    drafts: Sequence[int]
+    tokens: int
+    sink: int
+    window: int
+    chunk: int
+
+
+def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Callable[[], None]) -> list[DraftChoice]:
+    """Return what each way to draft gives, the fastest first; plain dense steps are among them.
+
+    On each prompt every method and budget has one cache, and its numbers of drafts take turns behind a block of plain
+    steps over the same rows, with which they are compared.
+
+    Args:
+        model: of transformers; prepared for sparse attention while it runs.
+        prompts: `[1,T]` each.
+        trial: see `DraftTrial`.
+        done: called after each method and budget on each prompt.
+    """
+    blocks: dict[tuple[str, Budget, int], list[tuple[Block, Block]]] = {}
+    for ids in prompts:
+        prefill = Prefill(model, ids, chunk=trial.chunk)
+        for method in trial.methods:
+            for budget in trial.budgets:
+                room = ids.shape[1] + (trial.tokens + 16) * (len(trial.drafts) + 3)
+                cache = prefill.cache(method, budget, sink=trial.sink, window=trial.window, capacity=room)
+                length = Fixed(max(trial.drafts))
+                loop = loop_behind(prefill, cache, ids, length)
+                advance(loop, 1)  # compiles, and builds the index
+                length.drafts = 0
+                plain = advance(loop, trial.tokens)
+                for drafts in trial.drafts:
+                    length.drafts = drafts
+                    blocks.setdefault((method, budget, drafts), []).append((advance(loop, trial.tokens), plain))
+                done()
+    choices = [_choice(*key, pairs) for key, pairs in blocks.items()]
+    rates = [plain.tokens / plain.seconds for pairs in blocks.values() for _, plain in pairs]
+    choices.append(DraftChoice("", None, 0, statistics.median(rates), 1.0, None))
+    return sorted(choices, key=lambda choice: -choice.to_plain)
+
+
+def _choice(selector: str, budget: Budget, drafts: int, pairs: Sequence[tuple[Block, Block]]) -> DraftChoice:
+    rates = [block.tokens / block.seconds for block, _ in pairs]
+    ratios = [(block.tokens / block.seconds) / (plain.tokens / plain.seconds) for block, plain in pairs]
+    drafted = sum(block.stats.drafted for block, _ in pairs)
+    accepted = sum(block.stats.accepted for block, _ in pairs) / drafted
+    return DraftChoice(selector, budget, drafts, statistics.median(rates), statistics.median(ratios), accepted)
+
+
+def chosen(choices: Sequence[DraftChoice]) -> DraftChoice:
+    """Return the fastest, or plain dense steps where nothing is `GAIN` times as fast."""
+    best = choices[0]
+    return best if best.to_plain >= GAIN else next(choice for choice in choices if not choice.drafts)

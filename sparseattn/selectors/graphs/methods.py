@@ -1,0 +1,75 @@
+"""Methods that walk graphs and other indexes, a row each: text alone, see `sparseattn.selectors.methods`."""
+
+from __future__ import annotations
+
+from sparseattn.selectors.method_row import MethodRow
+
+METHODS = {
+    "retrieval": MethodRow(
+        "graphs.retrieval:RetrievalAttention",
+        "2409.10516",
+        reads="what a search finds in a graph built with the prompt's queries",
+        faithful="a graph per query head, guided by exact neighbours of the prefill's queries",
+        departs="four pivots, merged lists, sizes that the paper does not give, `metric=query`",
+        scans="a search per query head",
+        builds="neighbours, projection, pruning, enhancement",
+        needs="the prompt's queries",
+        runs="numba",
+    ),
+    "robustvamana": MethodRow(
+        "graphs.robustvamana:RobustVamana",
+        "OOD-DiskANN, 2211.12850",
+        reads="what a search finds in a graph of neighbouring keys, stitched by queries",
+        faithful="two passes, stitching by queries",
+        departs="a graph per query head, since queries differ; keys are inserted in batches",
+        scans="a search per query head",
+        builds="a search and pruning for each key, twice",
+        needs="a hundredth of the prompt's queries",
+        runs="numba",
+    ),
+    "bridge": MethodRow(
+        "graphs.bridge:QueryBridge",
+        "ours, after RetrievalAttention, 2409.10516",
+        reads="keys that similar earlier queries retrieved",
+        faithful="lists of the keys that the prefill's queries retrieved",
+        departs="no graph: shapes stay static, so a GPU never waits for the host",
+        scans="the guides, then their lists",
+        builds="exact neighbours of sampled queries",
+        needs="the prompt's queries",
+    ),
+    "flat": MethodRow(
+        "graphs.faiss_indexes:Flat",
+        "faiss, in 2409.10516",
+        reads="what faiss finds among all keys",
+        faithful="the index itself",
+        departs="none",
+        scans="every key, per query head",
+        needs="faiss",
+        runs="faiss",
+        section="flat-ivf-hnsw",
+    ),
+    "ivf": MethodRow(
+        "graphs.faiss_indexes:IVF",
+        "faiss, in 2409.10516",
+        reads="what faiss finds in the nearest lists",
+        faithful="lists by k-means of this prompt's keys",
+        departs="none",
+        scans="the centroids, then every key of a few lists",
+        builds="k-means",
+        needs="faiss",
+        runs="faiss",
+        section="flat-ivf-hnsw",
+    ),
+    "hnsw": MethodRow(
+        "graphs.faiss_indexes:HNSW",
+        "1603.09320, in 2409.10516",
+        reads="what faiss finds in a hierarchical graph",
+        faithful="faiss's index by inner product",
+        departs="none; `metric=l2` is a stronger baseline than the paper's",
+        scans="a search per query head",
+        builds="insertion of every key",
+        needs="faiss",
+        runs="faiss",
+        section="flat-ivf-hnsw",
+    ),
+}

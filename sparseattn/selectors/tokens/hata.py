@@ -1,0 +1,60 @@
+"""HATA: rows ranked by the Hamming distance of learned hash codes, https://arxiv.org/abs/2506.02572."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.selectors.parameters.learned_index import check_whole, nibbles_of_signs, sign_tables
+from sparseattn.selectors.tokens.calibrated_base import PROMPT
+from sparseattn.selectors.tokens.learned_base import NIBBLE, LearnedCodes
+
+
+class Hata(LearnedCodes):
+    """Reads the rows whose hash codes differ from the query's in the fewest bits.
+
+    A bit is the sign of a product of a key, or of a query, with a learned direction: one set for both, per KV head.
+
+    Args:
+        artefact: a file of `sparseattn train --method hata`, of as many bits. "prompt" (default): directions drawn at
+            random, the control that learning must beat.
+        bits: of a code, a multiple of 8; 128 in the paper.
+        seed: of random directions.
+        group: "sum" (default, its code's): a KV head chooses once, by the sum of its query heads' distances; or see
+            `vote`.
+
+    An index row takes `bits / 8` bytes. Departures: `train` fits the directions to the attention itself by default, and
+    by the paper's own loss with `--objective hata`. Which of equally distant rows is read is left open here and there.
+
+    `scan_bytes`: the codes of every row, and the directions once per KV head.
+    """
+
+    method = "hata"
+
+    def __init__(self, artefact: str = PROMPT, bits: int = 128, seed: int = 0, group: str = "sum") -> None:
+        if bits < 8 or bits % 8:
+            raise ValueError(f"bits is a multiple of 8, got {bits}")
+        self.bits = bits
+        self.directions = RowBuffer(2)  # [B,H,D,bits] float32
+        super().__init__(artefact, seed, group)
+
+    def check_shape(self, heads: int, group: int | None, size: int) -> None:
+        super().check_shape(heads, group, size)
+        if self.artefact != PROMPT:
+            check_whole(self, "bits", self.bits, self.calibration().holds(self.layer)["directions"].shape[2])
+
+    def subspaces(self, size: int) -> int:
+        return self.bits // NIBBLE
+
+    def drawn(self, heads: int, size: int) -> dict[str, Tensor]:
+        return {"directions": self.normal("directions", heads, size, self.bits)}
+
+    def named(self, keys: Tensor) -> Tensor:
+        return nibbles_of_signs(keys @ self.directions.data)
+
+    def tables(self, query: Tensor) -> Tensor:
+        return sign_tables(torch.where(query @ self.directions.visible > 0, 0.5, -0.5))
+
+    def map_bytes(self, group: int, size: int) -> int:
+        return 4 * size * self.bits

@@ -1,0 +1,182 @@
+"""Trains `hata` and `indexer` on traces, layer by layer, to a file that they read.
+
+Finished layers are kept in `OUT.partial` until the file is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparseattn.selectors.parameters.channel_calibration import Calibration
+from sparseattn.selectors.tokens.hata import Hata
+from sparseattn.selectors.tokens.indexer import Indexer
+from sparseattn.training.calibrate import meta_of, output_file
+from sparseattn.training.learned_index import HashByLabels, HashCodes, Index, Layer, LowDimensions, fit
+from sparseattn.training.partial import Partial, identity
+from sparseattn.training.prompts import Prompts, load, open_all
+from sparseattn.training.recipe import TrainingError
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.hashing import stream
+
+METHODS, OBJECTIVES = ("hata", "indexer"), ("attention", "hata")
+RATES = {"attention": 0.01, "hata": 0.1}  # by objective
+
+
+@dataclass(frozen=True)
+class IndexRecipe:
+    """Everything that decides the outcome, except the prompts.
+
+    Args:
+        method: "hata" or "indexer".
+        width: bits of a hash code, or dimensions; 0: 32 bits or 8 dimensions, four bytes a key.
+        objective: "attention": cross entropy of the attention from the scores; "hata": that method's own loss.
+        steps: of each layer.
+        rate: highest learning rate; 0: .01, and .1 with the objective "hata".
+        seed: of the first maps, and of what steps draw.
+
+    Raises:
+        TrainingError: another method or objective, or a number out of its range.
+    """
+
+    method: str
+    width: int = 0
+    objective: str = "attention"
+    steps: int = 500
+    rate: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise TrainingError(f"an index of {' or '.join(METHODS)} is learned so, got {self.method!r}")
+        if self.objective not in OBJECTIVES or (self.objective == "hata" and self.method != "hata"):
+            raise TrainingError(
+                f"the objective is attention, for the method hata also hata, got {self.objective!r} for {self.method}"
+            )
+        if self.steps < 1 or self.rate < 0:
+            raise TrainingError(f"steps are 1 or more and the rate is 0 or more, got {self.steps} and {self.rate}")
+        try:
+            self.selector()
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
+
+    @property
+    def many(self) -> int:
+        """Bits or dimensions."""
+        return self.width or (32 if self.method == "hata" else 8)
+
+    def selector(self) -> Hata | Indexer:
+        """Return a selector of this width."""
+        return Hata(bits=self.many) if self.method == "hata" else Indexer(dimensions=self.many)
+
+    def index(self, layer: Layer, number: int) -> Index:
+        """Return what is fitted to a layer of this number, whose shapes are those of `layer`."""
+        draws = stream(self.seed, "first maps", number)
+        heads, size = layer.query.shape[0], layer.query.shape[3]
+        if self.method == "indexer":
+            return LowDimensions(layer, self.many, draws)
+        return (HashByLabels if self.objective == "hata" else HashCodes)(heads, size, self.many, draws)
+
+
+def train_index(
+    traces: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    recipe: IndexRecipe,
+    *,
+    layers: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Learn the index of all layers and write it as the calibration `out`; continue where a killed run stopped.
+
+    A layer of all prompts is in memory at a time.
+
+    Args:
+        traces: trace files and folders of them, of one model; one is enough.
+        out: the file to write, a .safetensors file.
+        layers: all with full attention by default.
+        device: where to compute; a CUDA device if there is one.
+        progress: called with the number of steps done, over all layers, and their total.
+
+    Returns:
+        The calibration that was written. Its `meta["loss"]` has, by layer, the mean loss of the last steps.
+
+    Raises:
+        TrainingError: traces that do not belong together, an `out` that is no .safetensors file, or a partial run of
+            other traces or another recipe.
+        TraceError: a file that is no trace.
+        CalibrationError: a file that cannot be written.
+        ValueError: a device that torch cannot use here.
+    """
+    out, place = output_file(out), usable_device(device)
+    prompts = open_all(traces, layers, roped=True)
+    folder = Partial(Path(f"{out}.partial"), identity(recipe, prompts))
+    folder.open()
+    try:
+        _learn(prompts, recipe, folder, place, progress)
+    except BaseException:
+        folder.remove_if_bare()
+        raise
+    read = {index: folder.read(folder.layer(index)) for index in prompts.shapes}
+    losses = {str(index): facts["loss"] for index, (_, facts) in read.items()}
+    scales = {str(index): shape.scale for index, shape in prompts.shapes.items()}
+    meta = meta_of(prompts) | {"scales": scales, "recipe": asdict(recipe), "loss": losses}
+    found = {index: maps for index, (maps, _) in read.items()}
+    Calibration(recipe.method, found, ropes=prompts.ropes, meta=meta).save(out)
+    folder.remove()
+    return Calibration.load(out)
+
+
+def _learn(
+    prompts: Prompts,
+    recipe: IndexRecipe,
+    folder: Partial,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write the file of each layer that has none."""
+    total = recipe.steps * len(prompts.shapes)
+    for number, index in enumerate(prompts.shapes):
+        done = recipe.steps * number
+        if not folder.layer(index).exists():
+            maps, loss = _layer(prompts, index, recipe, device, _counted(progress, done, total))
+            folder.write(folder.layer(index), {name: part.cpu() for name, part in maps.items()}, {"loss": loss})
+        progress(done + recipe.steps, total)
+
+
+def _counted(progress: Callable[[int, int], None], done: int, total: int) -> Callable[[], None]:
+    at = [done]
+
+    def step() -> None:
+        at[0] += 1
+        progress(at[0], total)
+
+    return step
+
+
+def _layer(
+    prompts: Prompts, index: int, recipe: IndexRecipe, device: torch.device, step: Callable[[], None]
+) -> tuple[dict[str, Tensor], float]:
+    """Return the maps of a layer, and the mean loss of the last steps."""
+    layers = layers_of(prompts, index, device)
+    fitted = recipe.index(layers[0], index)
+    fitted.parameters = {name: part.to(device) for name, part in fitted.parameters.items()}
+    rate = recipe.rate or RATES[recipe.objective]
+    loss = fit(fitted, layers, recipe.steps, rate, (recipe.seed, "steps", index), step)
+    return fitted.found(), loss
+
+
+def layers_of(prompts: Prompts, index: int, device: torch.device) -> list[Layer]:
+    """Return a layer of every prompt."""
+    found = []
+    for prompt in prompts.train:
+        heads = range(prompts.shapes[index].heads)
+        views = [view for _, view in load(prompts, prompt, index, heads, True, device)]
+        keys, query = torch.stack([view.keys for view in views]), torch.stack([view.query for view in views])
+        found.append(Layer(query, keys, views[0].scale))
+    return found

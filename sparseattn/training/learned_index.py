@@ -1,0 +1,249 @@
+"""Fits an index of keys to the attention of a model as it is: maps that `hata` and `indexer` code keys by, and the
+codebooks of `querypq` once more.
+
+One loop serves all. A step draws queries of one prompt and keys before them, and lowers the cross entropy of the
+attention among these keys, from the scores that the codes give. What is rounded to codes passes its gradient on as if
+it were not (straight through, https://arxiv.org/abs/1308.3432). `hata` can be fitted by its paper's loss instead.
+
+Letters: H KV heads, G query heads per KV head, D head size, q queries and n keys of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseattn.selectors.parameters.query_metric import as_coded
+from sparseattn.utils.hashing import stream
+
+QUERIES, KEYS = 48, 2560  # of a step
+SINK, NEAR = 4, 64  # first tokens, and tokens before the query, that no index is asked for
+FIRST = 0.125  # share of a prompt before which no query is drawn
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer of one prompt is fitted to.
+
+    Args:
+        query: `[H,G,Q,D]` of the prompt's last Q tokens, after RoPE.
+        keys: `[H,T,D]` float32, after RoPE.
+        scale: logits are `scale * q.k`.
+    """
+
+    query: Tensor
+    keys: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step's queries `[H,G,q,D]` and keys `[H,n,D]` float32, which keys each query may attend to `[q,n]` bool, and
+    how its attention among these is shared out, `[H,G,q,n]`."""
+
+    query: Tensor
+    keys: Tensor
+    seen: Tensor
+    attention: Tensor
+    scale: float
+
+
+class Index(ABC):
+    """An index that is fitted: its parameters, and the scores that it gives."""
+
+    parameters: dict[str, Tensor]
+
+    @abstractmethod
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Return `[H,G,q,n]`, logits of keys for queries by their codes."""
+
+    def loss(self, drawn: Drawn) -> Tensor:
+        """Return what a step lowers: the cross entropy of the attention from the scores, in nats."""
+        scores = self.scores(drawn.query, drawn.keys).masked_fill(~drawn.seen, torch.finfo(torch.float32).min)
+        return -(drawn.attention * scores.log_softmax(-1)).sum(-1).mean()
+
+    def optimizer(self, rate: float) -> torch.optim.Optimizer:
+        """Return what moves the parameters, at this highest learning rate."""
+        return torch.optim.Adam(self.parameters.values(), rate)
+
+    @abstractmethod
+    def found(self) -> dict[str, Tensor]:
+        """Return what a file holds."""
+
+
+def fit(
+    index: Index,
+    prompts: Sequence[Layer],
+    steps: int,
+    rate: float,
+    seed: Sequence[int | str],
+    step: Callable[[], None] = lambda: None,
+) -> float:
+    """Fit an index to prompts drawn in turns, and return the mean loss of the last tenth of the steps.
+
+    Args:
+        rate: highest learning rate; it rises in the first third and falls to nothing.
+        seed: of what is drawn.
+        step: called after every step.
+    """
+    with torch.enable_grad():
+        for part in index.parameters.values():
+            part.requires_grad_()
+        optimizer = index.optimizer(rate)
+        highest = [group["lr"] for group in optimizer.param_groups]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, total_steps=steps, cycle_momentum=False)
+        losses = []
+        for number in range(steps):
+            loss = index.loss(draw(prompts[number % len(prompts)], stream(*seed, number)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(float(loss.detach()))
+            step()
+    last = losses[-max(steps // 10, 1) :]
+    return sum(last) / len(last)
+
+
+def draw(prompt: Layer, draws: torch.Generator) -> Drawn:
+    """Return a step's queries and keys: queries behind the first eighth of a prompt, keys anywhere."""
+    tokens, asked = prompt.keys.shape[1], prompt.query.shape[2]
+    first = max(tokens - asked, min(int(FIRST * tokens) + SINK + NEAR + 1, tokens - 1))
+    at = torch.randint(first, tokens, (min(QUERIES, tokens - first),), generator=draws)
+    which = torch.randperm(tokens, generator=draws)[:KEYS].sort().values
+    query = prompt.query[:, :, at - (tokens - asked)].to(prompt.keys.device).float()
+    keys = prompt.keys[:, which.to(prompt.keys.device)]
+    seen = ((which >= SINK) & (which <= at[:, None] - NEAR)).to(keys.device)
+    logits = (prompt.scale * query @ keys[:, None].mT).masked_fill(~seen, -torch.inf)
+    return Drawn(query, keys, seen, logits.softmax(-1).nan_to_num(0.0), prompt.scale)
+
+
+class Rounded(torch.autograd.Function):
+    """Numbers as codes keep them, with the gradient of the numbers themselves where codes can follow it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rounded: Tensor, follows: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(follows)
+        return rounded
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (follows,) = ctx.saved_tensors
+        return gradient * follows, None, None
+
+
+def rounded(x: Tensor, as_kept: Tensor, follows: Tensor) -> Tensor:
+    """Return `as_kept` of the shape of `x`, whose gradient is that of `x` times `follows`."""
+    found: Tensor = Rounded.apply(x, as_kept, follows)
+    return found
+
+
+class HashCodes(Index):
+    """Signs of products with directions, as `Hata` has them; scores are their agreement times a learned factor."""
+
+    def __init__(self, heads: int, size: int, bits: int, draws: torch.Generator) -> None:
+        self.parameters = {
+            "directions": torch.randn(heads, size, bits, generator=draws) / size**0.5,
+            "factor": torch.full((heads,), math.log(8 / bits)),
+        }
+
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        directions, factor = self.parameters["directions"], self.parameters["factor"].exp()
+        asked, kept = (_signs(x) for x in (query @ directions[:, None], keys @ directions))
+        return asked @ kept[:, None].mT * factor[:, None, None, None]
+
+    def found(self) -> dict[str, Tensor]:
+        return {"directions": self.parameters["directions"].detach()}
+
+
+def _signs(x: Tensor) -> Tensor:
+    """Signs, whose gradient fades where a number is far from both."""
+    spread = x.detach().square().mean((-2, -1), keepdim=True).sqrt().clamp(min=1e-6)
+    return rounded(x, torch.where(x > 0, 1.0, -1.0), 1 - torch.tanh(x.detach() / spread).square())
+
+
+class HashByLabels(HashCodes):
+    """The same codes, fitted by the loss of the paper's code (gpzlx1/HATA, tasks/hash/learn_hash_weights.py): the best
+    tenth of the keys is to have near codes, the better the nearer, the others far ones; bits are to be balanced and
+    directions at right angles."""
+
+    EPSILON, SIGMA, BEST, REST = 0.01, 0.1, 20.0, -1.0  # of its code: labels of the best tenth fall to 1
+
+    def __init__(self, heads: int, size: int, bits: int, draws: torch.Generator) -> None:
+        self.parameters = {"directions": torch.randn(heads, size, bits, generator=draws)}
+
+    def optimizer(self, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters.values(), rate, momentum=0.9, weight_decay=1e-6)
+
+    def loss(self, drawn: Drawn) -> Tensor:
+        directions = self.parameters["directions"]
+        bits, many = directions.shape[2], drawn.seen.sum()
+        asked, kept = (
+            2 * torch.sigmoid(self.SIGMA * x) - 1 for x in (drawn.query @ directions[:, None], drawn.keys @ directions)
+        )
+        apart = asked.square().sum(-1)[..., None] + kept.square().sum(-1)[:, None, None] - 2 * asked @ kept[:, None].mT
+        labels = self.labels(drawn)
+        near = self.EPSILON * (labels * apart * drawn.seen).sum() / many
+        balance = (asked.mean((1, 2)) + kept.mean(1)) / bits
+        crossed = directions.mT @ directions - torch.eye(bits, device=directions.device)
+        return near + balance.square().sum() + torch.linalg.vector_norm(crossed)
+
+    def labels(self, drawn: Drawn) -> Tensor:
+        """Return `[H,G,q,n]`: 20 for the best key, falling to 1 at the last of the best tenth; -1 for the others."""
+        best = (drawn.seen.sum(-1).clamp(min=10) // 10)[:, None]  # [q,1]
+        rank = drawn.attention.argsort(-1, descending=True).argsort(-1)
+        falling = self.BEST - (self.BEST - 1) * rank / (best - 1).clamp(min=1)
+        return torch.where(rank < best, falling, self.REST)
+
+
+class ProductBooks(Index):
+    """The centroids of `QueryPQ`'s codes and its map of queries; which centroid stands for a key is the nearest."""
+
+    def __init__(self, codes: dict[str, Tensor], scale: float) -> None:
+        self.codes, self.scale = codes, scale
+        self.parameters = {name: codes[name].clone() for name in ("back", "centroids")}
+
+    def optimizer(self, rate: float) -> torch.optim.Optimizer:
+        sizes = {name: float(part.detach().abs().mean()) for name, part in self.parameters.items()}
+        return torch.optim.Adam(
+            [{"params": [part], "lr": rate * sizes[name]} for name, part in self.parameters.items()]
+        )
+
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        turned = (keys - self.codes["centre"][:, None]) @ self.codes["turn"].mT
+        kept = as_coded(turned, self.parameters["centroids"])
+        return self.scale * (query @ self.parameters["back"][:, None].mT) @ kept[:, None].mT
+
+    def found(self) -> dict[str, Tensor]:
+        return self.codes | {name: part.detach() for name, part in self.parameters.items()}
+
+
+class LowDimensions(Index):
+    """Images of keys in few dimensions, in four bits each, as `Indexer` has them."""
+
+    def __init__(self, layer: Layer, dimensions: int, draws: torch.Generator) -> None:
+        heads, group, _, size = layer.query.shape
+        spread, self.scale = float(layer.keys.square().mean().sqrt()), layer.scale
+        turn = torch.randn(heads, size, dimensions, generator=draws) / size**0.5
+        self.parameters = {
+            "keys": turn / spread,  # keys of this root mean square have images of about 1
+            "queries": turn[:, None].repeat(1, group, 1, 1) * (size / dimensions * spread),
+            "far": torch.full((heads, dimensions), math.log(2.5)),
+        }
+
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        image = keys @ self.parameters["keys"]
+        far = self.parameters["far"].exp()[:, None]
+        code = ((image.detach() / far + 1) * 7.5).round().clamp(0, 15)
+        inside = (image.detach().abs() <= far.detach()).to(image.dtype)
+        kept = rounded(image, torch.zeros_like(image), inside) + (code / 7.5 - 1) * far
+        return self.scale * (query @ self.parameters["queries"]) @ kept[:, None].mT
+
+    def found(self) -> dict[str, Tensor]:
+        keys, queries, far = (self.parameters[name].detach() for name in ("keys", "queries", "far"))
+        return {"keys": keys, "queries": queries, "low": -far.exp(), "step": far.exp() / 7.5}

@@ -1,0 +1,412 @@
+"""Lossless generation: the tokens of full attention, whatever drafts, and samples distributed as its own."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from sparseattn.models.cache_argument import cache_argument  # noqa: E402
+from sparseattn.models.drafts.length import Auto  # noqa: E402
+from sparseattn.models.drafts.rejection import accept_sampled  # noqa: E402
+from sparseattn.models.errors import ModelError  # noqa: E402
+from sparseattn.models.load import encode, load_model  # noqa: E402
+from sparseattn.models.lossless import Lossless, generate_lossless  # noqa: E402
+from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
+from sparseattn.traces.texts import read_named  # noqa: E402
+from tests.models.tiny import SMALL, padded, prompt, small  # noqa: E402
+
+NEW = 24
+DRAFTS = {"quest:page=4": 8, "window": None, "exact": 8, "querypq": 8}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "phi3", "gpt_neox")]
+
+
+@pytest.fixture(params=["llama", "gemma3", *SLOW], scope="module")
+def model(request: pytest.FixtureRequest) -> Any:
+    return small(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return small("llama")
+
+
+def dense(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    """What `generate` makes of it with full attention."""
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False} | options)
+
+
+def lossless(model: Any, inputs: dict[str, Tensor], selector: Any, budget: Any, draft: Any, **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "do_sample": False, "settings": SMALL} | options
+    given = dict(inputs)
+    return generate_lossless(model, given.pop("input_ids"), selector, budget, draft, **given, **options)
+
+
+def whole(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+# -- greedy ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [0, 1, 4, 9])
+@pytest.mark.parametrize("selector", DRAFTS)
+def test_greedy_tokens_are_full_attentions(model: Any, selector: str, draft: int) -> None:
+    inputs = whole(prompt())
+    out = lossless(model, inputs, selector, DRAFTS[selector], draft)
+    assert torch.equal(out.sequences, dense(model, inputs))
+    assert (out.stats.tokens, out.stats.ties) == (NEW, [])
+    assert (out.stats.drafted > 0) is (draft > 0)
+    assert out.stats.accepted <= out.stats.drafted
+
+
+def test_drafts_that_read_every_row_are_all_accepted(model: Any) -> None:
+    out = lossless(model, whole(prompt()), "quest:page=4", None, 4)
+    assert out.stats.accepted == out.stats.drafted > NEW // 2
+    assert out.stats.acceptance == 1
+
+
+@pytest.mark.parametrize("draft", [0, 1, 5])
+@pytest.mark.parametrize("selector", ["quest:page=4", "window"])
+def test_sequences_of_a_padded_batch_accept_differently(model: Any, selector: str, draft: int) -> None:
+    out = lossless(model, padded(), selector, 8, draft)
+    assert torch.equal(out.sequences, dense(model, padded()))
+
+
+@pytest.mark.parametrize("draft", [1, 4])
+def test_it_stops_where_full_attention_stops(model: Any, draft: int) -> None:
+    """At an end token, in a batch at several places; at a criterion of one's own; at the longest length."""
+    plainly = dense(model, padded())
+    prompt_length = padded()["input_ids"].shape[1]
+    ends = [int(plainly[0, prompt_length + 2]), int(plainly[1, prompt_length + 7])]
+    options = {"eos_token_id": ends, "pad_token_id": 0}
+    out = lossless(model, padded(), "quest:page=4", 8, draft, **options)
+    assert torch.equal(out.sequences, dense(model, padded(), **options))
+    assert out.stats.tokens < 3 * NEW
+
+    def seen(ids: Tensor, scores: object, **_: Any) -> Tensor:
+        return torch.full((len(ids),), ids.shape[1] >= 60 + 5)
+
+    stopping = transformers.StoppingCriteriaList([seen])
+    out = lossless(model, whole(prompt()), "quest:page=4", 8, draft, stopping_criteria=stopping)
+    assert torch.equal(out.sequences, dense(model, whole(prompt()), stopping_criteria=stopping))
+    assert out.sequences.shape[1] == 65
+
+
+@pytest.mark.parametrize("new", [1, 2, 3])
+def test_few_tokens(model: Any, new: int) -> None:
+    out = lossless(model, whole(prompt()), "window", None, 4, max_new_tokens=new)
+    assert torch.equal(out.sequences, dense(model, whole(prompt()), max_new_tokens=new))
+    assert out.stats.tokens == new
+    assert out.stats.drafted <= max(new - 2, 0) * new  # none that could not be used
+
+
+def test_processors_see_each_sequence_alone(model: Any) -> None:
+    options = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 5}
+    out = lossless(model, padded(), "quest:page=4", 8, 3, **options)
+    assert torch.equal(out.sequences, dense(model, padded(), **options))
+    assert out.stats.accepted > 0
+
+
+def test_chunks_of_a_prompt_and_a_streamer(llama: Any) -> None:
+    seen: list[int] = []
+
+    class Streamer:
+        def put(self, tokens: Tensor) -> None:
+            seen.extend(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            seen.append(-1)
+
+    inputs = whole(prompt())
+    out = lossless(llama, inputs, "quest:page=4", 8, 3, prefill_chunk_size=16, streamer=Streamer())
+    assert torch.equal(out.sequences, dense(llama, inputs))
+    assert seen == [*out.sequences[0].tolist(), -1]
+
+
+@pytest.mark.parametrize("batch", ["one", "padded"])
+@pytest.mark.parametrize("eos", [False, True])
+def test_several_turns_on_one_cache(model: Any, batch: str, eos: bool) -> None:
+    """The second turn goes on from what the first left, where sequences ended at different places too."""
+    inputs = padded() if batch == "padded" else whole(prompt())
+    first = dense(model, inputs, max_new_tokens=12)
+    options: dict[str, Any] = {"pad_token_id": 0}
+    if eos:
+        options["eos_token_id"] = int(first[0, inputs["input_ids"].shape[1] + 4])
+    question = torch.randint(1, 256, (len(first), 7), generator=torch.Generator().manual_seed(2))
+    pad = torch.ones_like(question)
+    if len(question) > 1:
+        pad[1, :3] = 0
+    sparse = SparseCache(model, "quest:page=4", 8, **SMALL)
+    answers = []
+    with sparse:
+        given = dict(inputs)
+        for _ in range(3):
+            before = given["input_ids"].shape[1]
+            tokens = lossless(model, given, None, None, 3, cache=sparse, max_new_tokens=12, **options).sequences
+            assert sparse.get_seq_length() == tokens.shape[1] - 1
+            answers.append(tokens)
+            given = _next_turn(given, tokens, before, question, pad, options)
+    given = dict(inputs)
+    for answer in answers:
+        before = given["input_ids"].shape[1]
+        expected = dense(model, given, max_new_tokens=12, **options)
+        assert torch.equal(answer, expected)
+        given = _next_turn(given, expected, before, question, pad, options)
+
+
+def _next_turn(
+    given: dict[str, Tensor], tokens: Tensor, before: int, question: Tensor, pad: Tensor, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """All tokens and the next question; what follows a sequence's end is padding."""
+    made = tokens[:, before:]
+    after = (made == options.get("eos_token_id", -1)).long().cumsum(1)
+    real = torch.cat([torch.ones_like(after[:, :1]), 1 - after[:, :-1].clamp(max=1)], 1)
+    return {
+        "input_ids": torch.cat([tokens, question * pad], 1),
+        "attention_mask": torch.cat([given["attention_mask"], real, pad], 1),
+    }
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_accepted_and_drawn_tokens_are_distributed_as_the_target() -> None:
+    """Chi-squared over 10^5 draws: the first token, and the second of those rounds that have one."""
+    vocabulary, draws = 7, 100_000
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 3, vocabulary, generator=generator).mul(1.5).softmax(-1)
+    q[1, 2] = 0.0  # never drafted
+    q[1] /= q[1].sum()
+    torch.manual_seed(1)
+    drafts = torch.stack([torch.multinomial(q[i], draws, replacement=True) for i in range(2)], 1)
+    accepted, tokens = accept_sampled(drafts, q[None, :2].expand(draws, -1, -1), p[None].expand(draws, -1, -1))
+    for place in range(3):
+        reached = tokens[accepted >= place, place]
+        assert len(reached) > 10_000
+        assert _distance(reached.bincount(minlength=vocabulary), p[place]) < BEYOND[vocabulary - 1]
+    agreement = torch.minimum(p[0], q[0]).sum()
+    assert abs((accepted >= 1).double().mean() - agreement) < 0.01
+    assert (
+        _distance(drafts[:, 0].bincount(minlength=vocabulary), p[0]) > 10 * BEYOND[vocabulary - 1]
+    )  # so that the test can fail
+
+
+BEYOND = {6: 22.46, 15: 37.70}  # chi-squared that 1 in 1,000 samples goes beyond, by degrees of freedom
+
+
+@pytest.mark.parametrize("sequences", [300, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_samples_of_a_model_are_distributed_as_full_attentions(sequences: int) -> None:
+    """Of 15,000 draws, or 10^5, each token is drawn as often as full attention's probabilities, added up, tell.
+
+    Those of a sparse step tell otherwise, by far: so the test can fail.
+    """
+    small_sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = small("llama", vocab_size=16, num_hidden_layers=1, **small_sizes)
+    rows = whole(prompt(16).remainder(15).expand(sequences, -1) + 1)
+    sizes = {"sink": 0, "window": 1, "seal": 2}
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "max_new_tokens": 50}
+    out = lossless(model, rows, "window", None, 2, settings=sizes, **options)
+    assert out.stats.tokens == 50 * sequences
+    assert 0.2 < out.stats.acceptance < 0.8
+    assert _beyond_full_attention(model, out.sequences, 16, 0.9) < BEYOND[15]
+    with SparseCache(model, "window", None, **sizes) as cache:
+        options["max_new_tokens"] = 10
+        sparse = model.generate(**rows, **cache_argument(cache), **options)
+    assert _beyond_full_attention(model, sparse, 16, 0.9) > 10 * BEYOND[15]
+
+
+@torch.no_grad()
+def _beyond_full_attention(model: Any, ids: Tensor, prompt_tokens: int, temperature: float) -> float:
+    """Squared distances of how often each token was drawn from what was expected, in variances; summed over tokens."""
+    logits = torch.cat([model(part).logits[:, prompt_tokens - 1 : -1] for part in ids.split(250)])
+    p = (logits.double() / temperature).softmax(-1)
+    drawn = torch.nn.functional.one_hot(ids[:, prompt_tokens:], p.shape[-1])
+    beyond = (drawn - p).sum((0, 1))
+    return float((beyond**2 / (p * (1 - p)).sum((0, 1))).sum()) * (1 - 1 / len(beyond))  # of V that add up to 0
+
+
+def _distance(seen: Tensor, p: Tensor) -> float:
+    """Chi-squared of counts `[V]` against probabilities `[V]`."""
+    expected = p.double() * seen.sum()
+    return float(((seen - expected) ** 2 / expected).sum())
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------
+
+
+def test_ties_are_counted(llama: Any) -> None:
+    """With a twin of equal score for each token every token is a tie, and without one none is."""
+    twins = copy.deepcopy(llama)
+    with torch.no_grad():
+        twins.lm_head.weight[1::2] = twins.lm_head.weight[::2]
+    out = lossless(twins, whole(prompt()), "quest:page=4", 8, 3)
+    assert out.stats.ties == [(0, place) for place in range(NEW)]
+    out = lossless(llama, whole(prompt()), "quest:page=4", 8, 3, rounding=1e-9)
+    assert out.stats.ties == []
+
+
+def test_in_16_bits_tokens_differ_at_a_tie_first(llama: Any) -> None:
+    rounded, differences = copy.deepcopy(llama).bfloat16(), 0
+    for seed in range(6):
+        inputs = whole(prompt(seed=seed))
+        out, expected = lossless(rounded, inputs, "quest:page=4", 8, 3), dense(rounded, inputs)
+        different = (out.sequences != expected)[0].nonzero()
+        if len(different):
+            differences += 1
+            assert (0, int(different[0]) - 60) in out.stats.ties
+        assert len(out.stats.ties) < NEW
+    assert differences < 6
+
+
+# -- how many drafts ---------------------------------------------------------------------------------------------------
+
+
+def _choices(length: Auto, rounds: int, accepted: Callable[[int], int], draft: float, tokens: float) -> list[int]:
+    """What is drafted when a draft step takes `draft` seconds and a verification 1 and `tokens` for each draft."""
+    chosen = []
+    for _ in range(rounds):
+        count = length.next(10_000)
+        chosen.append(count)
+        length.observe(count, [accepted(count)], draft * count, 1 + tokens * count)
+    return chosen
+
+
+def test_auto_drafts_as_many_as_pay() -> None:
+    """Cheap drafts that are accepted: the most; dear verifications or rejections: fewer; what cannot pay: none."""
+    assert _choices(Auto(1.0), 8, lambda k: k, 0.1, 0.0) == [0, 0, 4, 4, 8, 8, 8, 8]
+    some = _choices(Auto(1.0), 60, lambda k: min(k, 1), 0.1, 0.05)
+    assert set(some[4:]) <= {0, 1, 2}
+    assert some.count(1) + some.count(2) > 50
+    assert _choices(Auto(1.0), 30, lambda k: 0, 0.5, 0.2)[4:] == [0] * 26
+    assert _choices(Auto(1.0), 30, lambda k: k, 0.9, 0.9)[4:] == [0] * 26
+
+
+def test_auto_decodes_densely_where_attention_is_a_small_part() -> None:
+    length = Auto(1e-5)
+    assert _choices(length, 5, lambda k: k, 0.1, 0.0) == [0] * 5
+    assert "attention reads 9% of a step's bytes at 10,000 tokens" in length.reason
+
+
+def test_auto_tries_again_ever_more_rarely() -> None:
+    chosen = _choices(Auto(1.0), 700, lambda k: 0, 0.5, 0.2)
+    tries = [i for i, count in enumerate(chosen) if count]
+    assert tries[:2] == [2, 3]
+    waits = [b - a - 1 for a, b in pairwise(tries[1:])]
+    assert waits == [64, 128, 256]
+
+
+def test_auto_returns_to_drafts_that_pay_at_last() -> None:
+    length = Auto(1.0)
+    assert _choices(length, 50, lambda k: 0, 0.2, 0.01)[-1] == 0
+    assert _choices(length, 400, lambda k: k, 0.2, 0.01)[-1] == 8
+    assert length.reason == ""
+
+
+def test_auto_generates_the_same_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it chooses by the clock; with attention taken for all of a step it tries drafts."""
+    monkeypatch.setattr("sparseattn.models.drafts.length.LEAST_SHARE", 0.0)
+    out = lossless(model, padded(), "quest:page=4", 8, "auto", max_new_tokens=40)
+    assert torch.equal(out.sequences, dense(model, padded(), max_new_tokens=40))
+    assert out.stats.rounds[0] >= 2
+    assert out.stats.rounds[4] >= 2
+
+
+def test_statistics_say_what_ran(llama: Any) -> None:
+    stats = lossless(llama, whole(prompt()), "window", None, "auto").stats
+    assert (stats.drafted, stats.rounds) == (0, {0: NEW - 1})
+    assert stats.dense_seconds > 0
+    assert "plain dense steps" in str(stats)
+    assert "less than drafts need" in str(stats)
+    stats = lossless(llama, whole(prompt()), "quest:page=4", None, 2).stats
+    assert min(stats.draft_seconds, stats.verify_seconds, stats.prefill_seconds) > 0
+    assert stats.draft_steps == stats.drafted
+    assert f"{stats.accepted} of {stats.drafted} drafts accepted (100%)" in str(stats)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _full(model: Any) -> Any:
+    cache = transformers.DynamicCache(config=model.config)
+    model(prompt(), **cache_argument(cache))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"draft": 17}, "draft is a number of tokens, 0 to 16"),
+        ({"draft": True}, "draft is a number of tokens"),
+        ({"selector": "h2o"}, "drops rows for good, which full attention would have to read"),
+        ({"settings": {"rows": "kivi:bits=4", "seal": 64}}, "keeps rounded rows"),
+        ({"settings": {"sparse_from": 3}}, "sparse_from has no meaning here"),
+        ({"num_beams": 2}, "not for beams"),
+        ({"use_cache": False}, "leave use_cache on"),
+        ({"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
+    ],
+)
+def test_refusals(llama: Any, given: dict[str, Any], sentence: str) -> None:
+    options: dict[str, Any] = {"selector": "quest:page=4", "budget": 8, "draft": 2} | given
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        lossless(llama, whole(prompt()), **options)
+    assert torch.equal(dense(llama, whole(prompt())), dense(llama, whole(prompt())))  # the model has its attention back
+
+
+def test_caches_that_cannot_go_back_are_refused(llama: Any) -> None:
+    custom = Lossless("quest:page=4", 8, 2)
+    with pytest.raises(ValueError, match=r"keep their rows in a SparseCache.* got a DynamicCache"):
+        llama.generate(prompt(61), custom_generate=custom, max_new_tokens=4, **cache_argument(_full(llama)))
+    with SparseCache(llama, "quest:page=4", 8, dense_layers=1, **SMALL) as cache:
+        cache.layers[0].is_croppable = False
+        with pytest.raises(ModelError, match=r"layer 0 .* keeps a state that does not go back"):
+            lossless(llama, whole(prompt()), None, None, 2, cache=cache)
+
+
+def test_ids_that_do_not_follow_what_is_stored_are_refused(llama: Any) -> None:
+    with SparseCache(llama, "quest:page=4", 8, **SMALL) as cache:
+        lossless(llama, whole(prompt()), None, None, 2, cache=cache)
+        with pytest.raises(ValueError, match=f"the cache holds {59 + NEW} tokens"):
+            lossless(llama, whole(prompt()), None, None, 2, cache=cache)
+
+
+def test_layers_that_stay_dense(llama: Any) -> None:
+    """Layers of transformers keep columns, which are masked where a sequence kept fewer, and closed at the end."""
+    first = None
+    with SparseCache(llama, "quest:page=4", 8, dense_layers=1, **SMALL) as cache:
+        first = lossless(llama, padded(), None, None, 3, cache=cache)
+        assert cache.layers[0].keys.shape[2] == cache.get_seq_length() == 60 + NEW - 1
+        given = _next_turn(padded(), first.sequences, 60, prompt(16, 3), torch.ones(3, 16, dtype=torch.int64), {})
+        second = lossless(llama, given, None, None, 3, cache=cache)
+    assert torch.equal(first.sequences, dense(llama, padded()))
+    assert torch.equal(second.sequences, dense(llama, given))
+
+
+# -- a trained model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["quest", "lowbit", "querypq", "window"])
+def test_smollm2(selector: str) -> None:
+    """In float32 the same tokens; in bfloat16 up to the first tie."""
+    model, tokenizer = load_model("smollm2")
+    ids = encode(tokenizer, read_named("alice")[:4_000].encode())
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        expected = dense(model, whole(ids), max_new_tokens=48)
+        out = lossless(model, whole(ids), selector, 128, 4, max_new_tokens=48, settings={})
+        assert out.stats.acceptance > 0.5
+        different = (out.sequences != expected)[0].nonzero()
+        if dtype == torch.float32:
+            assert not len(different)
+        elif len(different):
+            assert (0, int(different[0]) - ids.shape[1]) in out.stats.ties

@@ -1,0 +1,192 @@
+"""Hata and Indexer: codes are what their files say, learning finds more than chance, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparseattn import Hata, Indexer, KVCache, evaluate
+from sparseattn.cli.app import app
+from sparseattn.core.context import LayerContext
+from sparseattn.selectors.parameters.channel_calibration import Calibration
+from sparseattn.selectors.parameters.learned_index import (
+    level_tables,
+    nibbles_of_levels,
+    nibbles_of_signs,
+    sign_tables,
+)
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
+from sparseattn.training import CodesRecipe, IndexRecipe, TrainingError, index_run, train_codes, train_index
+from sparseattn.training.learned_index import HashByLabels, Layer, draw, fit
+from sparseattn.utils.hashing import stream
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three prompts of one "model" of two layers, whose keys are of the same clusters."""
+    folder, files = tmp_path_factory.mktemp("traces"), []
+    made = synthetic(1500, 2, 2, SIZE, layers=2, clusters=24, seed=3)
+    for number in range(3):
+        part = slice(500 * number, 500 * (number + 1))
+        known = {"model": "toy", "config_hash": "c0", "tokens_sha256": f"prompt {number}"}
+        layers = [made.layer(i) for i in made.layers]
+        cut = [
+            type(layer)(layer.index, layer.query[:, :, part], layer.keys[:, part], layer.values[:, part], layer.scale)
+            for layer in layers
+        ]
+        files.append(folder / f"{number}.safetensors")
+        Trace.build(cut, torch.arange(500), known, f"p{number}").save(files[-1])
+    return files
+
+
+def test_a_hash_code_is_the_signs_of_products_and_the_distance_is_hamming() -> None:
+    """By bits one by one."""
+    draws = torch.Generator().manual_seed(0)
+    keys, query = torch.randn(1, 2, 50, SIZE, generator=draws), torch.randn(1, 2, 3, SIZE, generator=draws)
+    selector = Hata(bits=24, seed=5)
+    cache = KVCache(selector, sink=0, window=0)
+    cache.append(keys, keys)
+    cache.seal()
+    directions = selector.directions.data[0]
+    near = torch.zeros(2, 50)
+    for h in range(2):
+        bits = keys[0, h] @ directions[h] > 0
+        for g in range(3):
+            asked = query[0, h, g] @ directions[h] > 0
+            near[h] -= (bits != asked).sum(1)
+    found = selector.logits(query, torch.ones(1, 50, dtype=torch.bool)).sum(2)[0]
+    torch.testing.assert_close(found - found[:, :1], near - near[:, :1], rtol=0.0, atol=1e-4)
+    chosen = cache.select(query, 10)
+    for h in range(2):
+        best = near[h].topk(10).values
+        assert near[h][chosen.start[0, h].long()].sort().values.tolist() == best.sort().values.tolist()
+    assert chosen.scan_bytes.tolist() == [[50 * 3 + 4 * SIZE * 24] * 2]
+
+
+def test_levels_and_signs_by_tables_are_products_with_what_codes_stand_for() -> None:
+    draws = torch.Generator().manual_seed(0)
+    x, query = torch.randn(1, 2, 30, 8, generator=draws), torch.randn(1, 2, 3, 8, generator=draws)
+    low, step = torch.full((1, 2, 8), -2.5), torch.full((1, 2, 8), 5 / 15)
+    codes = nibbles_of_levels(x, low[:, :, None], step[:, :, None])
+    read = low[:, :, None] + step[:, :, None] * codes
+    assert float((read - x.clamp(-2.5, 2.5)).abs().max()) <= 0.5 * 5 / 15 + 1e-6
+    tables = level_tables(query, low, step)  # [B,H,G,r,16]
+    by_code = tables.gather(4, codes.long().mT[:, :, None].expand(-1, -1, 3, -1, -1)).sum(3)
+    torch.testing.assert_close(by_code, query @ read.mT)
+    signs = nibbles_of_signs(x)
+    by_code = sign_tables(query).gather(4, signs.long().mT[:, :, None].expand(-1, -1, 3, -1, -1)).sum(3)
+    torch.testing.assert_close(by_code, query @ torch.where(x > 0, 1.0, -1.0).mT)
+
+
+@pytest.mark.parametrize(("method", "width"), [("hata", 16), ("indexer", 4)])
+def test_what_was_learned_on_other_prompts_finds_more_than_chance(
+    traces: list[Path], tmp_path: Path, method: str, width: int
+) -> None:
+    file = tmp_path / "index.safetensors"
+    found = train_index(traces[:2], file, IndexRecipe(method, width, steps=80, rate=0.03))
+    assert [list(part) for part in found.layers.values()] == [list(found.layers[0])] * 2
+    assert sorted(found.meta["loss"]) == ["0", "1"]
+    maker = {
+        "hata": lambda **more: Hata(bits=width, **more),
+        "indexer": lambda **more: Indexer(dimensions=width, **more),
+    }
+    trace, settings = Trace.open(traces[2]), {"last": 16, "window": 64, "seal": 1}
+    learned, random = (
+        evaluate(trace, maker[method](**more), 32, **settings).mean("recovered")
+        for more in ({"artefact": str(file)}, {})
+    )
+    assert learned > random + 0.02
+
+
+def test_a_killed_run_goes_on_from_the_layers_that_are_done(
+    traces: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, whole = IndexRecipe("indexer", 4, steps=10), tmp_path / "whole.safetensors"
+    train_index(traces[:2], whole, recipe)
+    layer, calls = index_run._layer, []
+
+    def dies(prompts, index, *more):
+        calls.append(index)
+        if calls == [0, 1]:
+            raise KeyboardInterrupt
+        return layer(prompts, index, *more)
+
+    monkeypatch.setattr(index_run, "_layer", dies)
+    file = tmp_path / "killed.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        train_index(traces[:2], file, recipe)
+    train_index(traces[:2], file, recipe)
+    assert calls == [0, 1, 1]
+    found, wanted = Calibration.load(file), Calibration.load(whole)
+    assert found.meta["loss"] == wanted.meta["loss"]
+    for index, maps in wanted.layers.items():
+        assert all(torch.equal(part, found.layers[index][name]) for name, part in maps.items())
+
+
+def test_labels_of_the_papers_loss_fall_from_20_to_1_over_the_best_tenth() -> None:
+    draws = torch.Generator().manual_seed(0)
+    prompt = Layer(torch.randn(2, 2, 400, SIZE, generator=draws), torch.randn(2, 400, SIZE, generator=draws), 0.25)
+    index = HashByLabels(2, SIZE, 8, draws)
+    drawn = draw(prompt, stream("labels"))
+    labels = index.labels(drawn)
+    for i in range(0, labels.shape[2], 7):
+        best = max(int(drawn.seen[i].sum()), 10) // 10
+        order = drawn.attention[0, 0, i].argsort(descending=True)
+        wanted = torch.full((400,), -1.0)
+        wanted[order[:best]] = torch.linspace(20, 1, best) if best > 1 else torch.tensor([20.0])
+        torch.testing.assert_close(labels[0, 0, i], wanted)
+    before = float(index.loss(drawn).detach())
+    fit(index, [prompt], 60, 0.1, ("labels",))
+    assert float(index.loss(drawn).detach()) < before
+
+
+def test_distilled_codes_agree_more_with_the_attention(traces: list[Path], tmp_path: Path) -> None:
+    shares = []
+    for steps in (0, 60):
+        file = tmp_path / f"{steps}.safetensors"
+        train_codes(traces[:2], file, CodesRecipe(2, distil=steps))
+        spec = f"querypq:subspaces=2,artefact={file}"
+        shares.append(evaluate(Trace.open(traces[2]), spec, 32, last=16, window=64, seal=1).mean("recovered"))
+    assert shares[1] > shares[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"method": "saap"}, "an index of hata or indexer is learned so, got 'saap'"),
+        ({"method": "indexer", "objective": "hata"}, "for the method hata also hata, got 'hata' for indexer"),
+        ({"method": "hata", "width": 12}, "bits is a multiple of 8, got 12"),
+        ({"method": "hata", "steps": 0}, "steps are 1 or more"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(given: dict, sentence: str) -> None:
+    with pytest.raises(TrainingError, match=sentence):
+        IndexRecipe(**given)
+
+
+def test_files_of_another_width_or_group_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "index.safetensors"
+    maps = {"keys": torch.ones(2, SIZE, 4), "queries": torch.ones(2, 3, SIZE, 4), "low": -torch.ones(2, 4)}
+    Calibration("indexer", {0: {**maps, "step": torch.ones(2, 4)}}).save(file)
+    for dimensions, group, sentence in ((8, 3, "of 4 dimensions, it has 8"), (4, 2, "of 3 query heads a KV head")):
+        selector = Indexer(str(file), dimensions).for_layer(LayerContext(0))
+        with pytest.raises(ValueError, match=sentence):
+            selector.check_shape(2, group, SIZE)
+
+
+def test_the_command_trains_and_says_what_it_made(traces: list[Path], tmp_path: Path) -> None:
+    file = tmp_path / "hata.safetensors"
+    given = ["train", *map(str, traces[:2]), "--method", "hata", "--width", "16", "--steps", "5", "--out", str(file)]
+    said = CliRunner().invoke(app, [*given, "--json"])
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)["recipe"]["width"] == 16
+    said = CliRunner().invoke(app, ["train", str(traces[0]), "--method", "saap", "--width", "8", "--out", str(file)])
+    assert said.exit_code == 2
+    assert "--width needs --method hata or indexer, got --method saap" in " ".join(said.output.split())
