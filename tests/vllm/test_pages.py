@@ -54,7 +54,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def watched(*given: Any) -> None:
         kernel(*given)
         read = dict(zip(names, given, strict=True))
-        ran.append({name: torch.from_numpy(read[name].copy()) for name in ("always", "table", "ids")})
+        always, _, table, _ = read["tables"]
+        parts = {"always": always, "table": table, "ids": read["ids"]}
+        ran.append({name: torch.from_numpy(part.copy()) for name, part in parts.items()})
 
     def forwarded(impl: Any, layer: Any, query: Any, key: Any, value: Any, held: Any, metadata: Any, **out: Any) -> Any:
         ran.clear()
