@@ -1,4 +1,8 @@
-"""Query-aware sparse attention for long-context decoding: select the rows that a query needs, attend to them alone."""
+"""Query-aware sparse attention for long-context decoding: select the rows that a query needs, attend to them alone.
+
+`selectors` are the methods, `kernels` the compiled operations, `cache` stores and decodes, `models` hooks transformers,
+`serving` hooks vLLM, `evaluation` measures, `recommend` plans, `reporting` shows, and `cli` is the command.
+"""
 
 from __future__ import annotations
 

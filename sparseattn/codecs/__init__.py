@@ -1,4 +1,6 @@
-"""How a cache keeps sealed rows small: the contract (`base.py`), the registry (`table.py`), and a file for each codec.
+"""How a cache keeps sealed rows small: the contract (`base.py`), rows of text (`table.py`), a file for each codec.
+
+`registry.py` makes a codec from its text.
 
 A codec says how rows are kept, a selector which of them are read. It may use `selectors` and what lies below them.
 """

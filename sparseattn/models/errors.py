@@ -1,4 +1,4 @@
-"""What goes wrong with models, in one sentence."""
+"""`ModelError`: a model that cannot be loaded, captured or decoded sparsely, and why, in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration is to have little of: bytes read, as they were measured, or a step's time on a machine."""
+"""What a plan is to make small: the bytes that are read, as they were measured, or a step's time on a machine."""
 
 from __future__ import annotations
 

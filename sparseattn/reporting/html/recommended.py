@@ -11,7 +11,7 @@ from sparseattn.recommend.records import check_line
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.percentages import MISSING
 from sparseattn.reporting.html.plan_points import mean, plan_points, roles_of
-from sparseattn.reporting.html.shared_fields import ORIGIN, distinct, models_of
+from sparseattn.reporting.html.shared_fields import COUNT, ORIGIN, distinct, models_of
 from sparseattn.reporting.html.views import Given, Heat, Lines, Section, Subject, View, axis, cost, text
 from sparseattn.reporting.table import Table
 from sparseattn.selectors.registry import make_selector
@@ -31,7 +31,7 @@ GIVEN = f"Columns are layers, rows are KV heads. The number is the budget; {MISS
 
 def check(one: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no record of `recommend`, or names layers that no settings `before` it do."""
-    Object(more=ORIGIN).check(one)
+    Object(more={**ORIGIN, "length": COUNT}).check(one)
     check_line(one)
     if one[KIND] in ("frontier", "plan"):
         heads = _heads(before)

@@ -1,4 +1,4 @@
-"""What is served where nothing else is said."""
+"""The method, budget and dense rows that the vLLM plug-in serves by default."""
 
 from __future__ import annotations
 
