@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing = [name for name in f"{options.train},{options.judge}".split(",") if not _file(options, name).is_file()]
     if missing:
         command.error(f"{options.folder} has no {', '.join(f'{name}.safetensors' for name in missing)}")
+    if both := set(options.train.split(",")) & set(options.judge.split(",")):
+        command.error(f"a text that was trained on judges nothing, got {', '.join(sorted(both))} in both")
     results: list[dict[str, Any]] = []
     every = ways(options.steps)
     with tempfile.TemporaryDirectory() as folder, progress_bar() as bar:
@@ -135,7 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model": trace.meta.get("model"),
         "tokens": trace.tokens,
         "layers": list(trace.layers),
-        **{name: getattr(options, name) for name in ("train", "judge", "steps", "budget", "sink", "window", "last")},
+        **{
+            name: getattr(options, name)
+            for name in ("train", "judge", "steps", "budget", "sink", "window", "seal", "last")
+        },
         "versions": versions(),
         "machine": machine(),
         "results": results,

@@ -31,6 +31,8 @@ from sparseattn import (
     Fier,
     Flat,
     FreeKV,
+    Hata,
+    Indexer,
     InfiniGen,
     InfLLM,
     InfLLM2,
@@ -336,7 +338,7 @@ class Case:
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
     "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next",
-    "freekv-querypq", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few", "kascade-querypq",
+    "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few", "kascade-querypq",
     "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "querypq-keys", "querypq-page",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
@@ -488,6 +490,9 @@ CASES = [
     Case(
         "freekv-querypq", lambda: FreeKV(QueryPQ(8, 8, share=1.0), 0.0), lambda: FreeKV(QueryPQ(8, 8, share=1.0), 0.0)
     ),
+    Case("hata", lambda: Hata(bits=24), lambda: Hata(bits=24)),
+    Case("hata-each", lambda: Hata(bits=16, group="each"), lambda: Hata(bits=16, group="each")),
+    Case("indexer", lambda: Indexer(dimensions=3), lambda: Indexer(dimensions=3)),
     Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
     Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
     Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),

@@ -86,7 +86,11 @@ class TrainOptions:
         int | None, typer.Option(help="Number of keys per prompt from which targets are computed. Default: all.")
     ] = None
     rate: Annotated[
-        float | None, typer.Option(help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} 0.01.")
+        float | None,
+        typer.Option(
+            help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} "
+            f"0.01, with --objective {HATA} 0.1."
+        ),
     ] = None
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
     gap: Annotated[

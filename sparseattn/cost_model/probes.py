@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,11 +239,12 @@ def _index(shape: Shape, rows: int) -> QuantizedKeys:
 
 def _sums(shape: Shape) -> list[Probe]:
     made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.float16
-    subspaces, least, size = shape.size // 8, 16, shape.size
+    least, size = 16, shape.size
+    subspaces = size // math.gcd(size, 8)  # of eight channels, or of as many as divide the head
     query, turn = torch.randn(shape.query().shape), torch.eye(size, dtype=kind).expand(shape.batch, shape.heads, -1, -1)
     books = torch.randn(shape.batch, shape.heads, subspaces, least, size // subspaces).to(kind)
     for rows, best in ((1024, 64), (16384, 64), (16384, 1024), (163_840, 512)):
-        codes = torch.randint(256, (shape.batch, shape.heads, subspaces // 2, rows), dtype=torch.uint8)
+        codes = torch.randint(256, (shape.batch, shape.heads, -(-subspaces // 2), rows), dtype=torch.uint8)
         keys = ProductCodes(codes, 4, torch.ones(shape.batch, rows, dtype=torch.bool))
         work = summed(shape.batch * shape.heads, shape.group * subspaces * rows, best)
         flops = 2.0 * query.numel() * size + 2.0 * query.shape[:3].numel() * size * least

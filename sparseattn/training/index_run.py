@@ -5,6 +5,7 @@ Finished layers are kept in `OUT.partial` until the file is written.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.tokens.hata import Hata
 from sparseattn.selectors.tokens.indexer import Indexer
 from sparseattn.training.calibrate import meta_of, output_file
-from sparseattn.training.learned_index import HashByLabels, HashCodes, Index, Layer, LowDimensions, fit
+from sparseattn.training.learned_index import LEAST, HashByLabels, HashCodes, Index, Layer, LowDimensions, fit
 from sparseattn.training.partial import Partial, identity
 from sparseattn.training.prompts import Prompts, load, open_all
 from sparseattn.training.recipe import TrainingError
@@ -37,7 +38,7 @@ class IndexRecipe:
         width: bits of a hash code, or dimensions; 0: 32 bits or 8 dimensions, four bytes a key.
         objective: "attention": cross entropy of the attention from the scores; "hata": that method's own loss.
         steps: of each layer.
-        rate: highest learning rate; 0: .01, and .1 with the objective "hata".
+        rate: highest learning rate; None: .01, and .1 with the objective "hata".
         seed: of the first maps, and of what steps draw.
 
     Raises:
@@ -48,7 +49,7 @@ class IndexRecipe:
     width: int = 0
     objective: str = "attention"
     steps: int = 500
-    rate: float = 0.0
+    rate: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,8 +59,10 @@ class IndexRecipe:
             raise TrainingError(
                 f"the objective is attention, for the method hata also hata, got {self.objective!r} for {self.method}"
             )
-        if self.steps < 1 or self.rate < 0:
-            raise TrainingError(f"steps are 1 or more and the rate is 0 or more, got {self.steps} and {self.rate}")
+        if self.steps < 1:
+            raise TrainingError(f"steps are 1 or more, got {self.steps}")
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise TrainingError(f"a rate is above 0 and finite, got {self.rate}")
         try:
             self.selector()
         except ValueError as error:
@@ -166,7 +169,7 @@ def _layer(
     layers = layers_of(prompts, index, device)
     fitted = recipe.index(layers[0], index)
     fitted.parameters = {name: part.to(device) for name, part in fitted.parameters.items()}
-    rate = recipe.rate or RATES[recipe.objective]
+    rate = RATES[recipe.objective] if recipe.rate is None else recipe.rate
     loss = fit(fitted, layers, recipe.steps, rate, (recipe.seed, "steps", index), step)
     return fitted.found(), loss
 
@@ -175,6 +178,8 @@ def layers_of(prompts: Prompts, index: int, device: torch.device) -> list[Layer]
     """Return a layer of every prompt."""
     found = []
     for prompt in prompts.train:
+        if (tokens := prompt.trace.tokens) < LEAST:
+            raise TrainingError(f"{prompt.path} has {tokens} tokens, and prompts to learn from have {LEAST} or more")
         heads = range(prompts.shapes[index].heads)
         views = [view for _, view in load(prompts, prompt, index, heads, True, device)]
         keys, query = torch.stack([view.keys for view in views]), torch.stack([view.query for view in views])

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.parameters.query_metric import as_coded
+from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.hashing import stream
 
 QUERIES, KEYS = 48, 2560  # of a step
 SINK, NEAR = 4, 64  # first tokens, and tokens before the query, that no index is asked for
+LEAST = 256  # tokens of a prompt
 FIRST = 0.125  # share of a prompt before which no query is drawn
 
 
@@ -106,6 +108,8 @@ def fit(
             schedule.step()
             losses.append(float(loss.detach()))
             step()
+    if not math.isfinite(sum(losses)):
+        raise TrainingError(f"the loss is not finite after {steps} steps at the rate {rate}: give a smaller rate")
     last = losses[-max(steps // 10, 1) :]
     return sum(last) / len(last)
 

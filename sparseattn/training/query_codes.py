@@ -81,7 +81,7 @@ def train_codes(
 ) -> Calibration:
     """Learn the codes of all layers and write them as the calibration `out`; continue where a killed run stopped.
 
-    One layer of one prompt is in memory at a time, with samples of fixed size.
+    One layer of one prompt is in memory at a time, with samples of fixed size; with `distil` a layer of all prompts is.
 
     Args:
         traces: trace files and folders of them, of one model; one is enough.
@@ -92,7 +92,7 @@ def train_codes(
 
     Returns:
         The calibration that was written. Its `meta["kept"]` has, by layer, the share of the logits' variance that the
-        codes keep, in the mean of KV heads.
+        codes keep, in the mean of KV heads, before they are distilled.
 
     Raises:
         TrainingError: traces that do not belong together, heads that no such subspaces cut, an `out` that is no
@@ -162,11 +162,12 @@ def _layer(
     )
     subspaces = recipe.selector().subspaces_of(keys.shape[2])
     codes = codes_of(keys, queries, weights if recipe.reach else None, subspaces, recipe.bits, recipe.seed)
+    share = float(share_kept(keys, codes).mean())
     if recipe.distil:
         books = ProductBooks(codes, prompts.shapes[index].scale)
         fit(books, layers_of(prompts, index, device), recipe.distil, DISTIL_RATE, (recipe.seed, "steps", index))
         codes = books.found()
-    return codes, float(share_kept(keys, codes).mean())
+    return codes, share
 
 
 def _drawn(view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: Prompts) -> dict[str, Tensor]:

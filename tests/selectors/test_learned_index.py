@@ -147,6 +147,46 @@ def test_labels_of_the_papers_loss_fall_from_20_to_1_over_the_best_tenth() -> No
     assert float(index.loss(drawn).detach()) < before
 
 
+@pytest.mark.parametrize("method", ["hata", "indexer"])
+def test_what_is_fitted_is_what_is_read(traces: list[Path], tmp_path: Path, method: str) -> None:
+    """Scores in training are those of the file's selector, up to what is the same for all rows, and hata's factor."""
+    file, recipe = tmp_path / "index.safetensors", IndexRecipe(method, 8, steps=20)
+    train_index(traces[:1], file, recipe)
+    shown = Trace.open(traces[0]).layer(1)
+    layer = Layer(shown.query.float(), shown.keys.float(), shown.scale)
+    index = recipe.index(layer, 1)
+    fit(index, [layer], 20, 0.01, (0, "steps", 1))
+    selector = (Hata if method == "hata" else Indexer)(str(file)).for_layer(LayerContext(1, scale=shown.scale))
+    cache = KVCache(selector, sink=0, window=0)
+    cache.append(shown.keys[None].float(), shown.values[None].float())
+    cache.seal()
+    query = shown.query[:, :, -1:].float()
+    found = selector.logits(query[None, :, :, 0], torch.ones(1, 500, dtype=torch.bool))[0]
+    with torch.no_grad():
+        wanted = index.scores(query, layer.keys)[:, :, 0]
+        if method == "hata":
+            wanted = wanted / (2 * index.parameters["factor"].exp()[:, None, None])
+    torch.testing.assert_close(found - found[..., :1], wanted - wanted[..., :1], rtol=1e-3, atol=1e-3)
+
+
+def test_the_papers_loss_learns_and_prompts_that_teach_nothing_are_refused(traces: list[Path], tmp_path: Path) -> None:
+    found = train_index(traces[:1], tmp_path / "labels.safetensors", IndexRecipe("hata", 8, "hata", 10))
+    assert all(bool(part["directions"].isfinite().all()) for part in found.layers.values())
+    short, file = tmp_path / "short.safetensors", tmp_path / "none.safetensors"
+    Trace.open(traces[0]).first(60).save(short)
+    with pytest.raises(TrainingError, match="has 60 tokens, and prompts to learn from have 256 or more"):
+        train_index([short], file, IndexRecipe("hata", 8))
+    with pytest.raises(TrainingError, match="the loss is not finite after 20 steps at the rate 1e"):
+        train_index(traces[:1], file, IndexRecipe("indexer", 4, steps=20, rate=1e30))
+    with pytest.raises(TrainingError, match="a rate is above 0 and finite, got nan"):
+        IndexRecipe("hata", rate=float("nan"))
+
+
+def test_hata_says_nothing_of_masses() -> None:
+    with pytest.raises(ValueError, match="mass"):
+        evaluate(synthetic(300), Hata(bits=8), "mass:0.9", last=2)
+
+
 def test_distilled_codes_agree_more_with_the_attention(traces: list[Path], tmp_path: Path) -> None:
     shares = []
     for steps in (0, 60):
@@ -162,7 +202,7 @@ def test_distilled_codes_agree_more_with_the_attention(traces: list[Path], tmp_p
     [
         ({"method": "saap"}, "an index of hata or indexer is learned so, got 'saap'"),
         ({"method": "indexer", "objective": "hata"}, "for the method hata also hata, got 'hata' for indexer"),
-        ({"method": "hata", "width": 12}, "bits is a multiple of 8, got 12"),
+        ({"method": "hata", "width": 12}, "bits is a multiple of 8, or 0, got 12"),
         ({"method": "hata", "steps": 0}, "steps are 1 or more"),
     ],
 )
@@ -175,7 +215,10 @@ def test_files_of_another_width_or_group_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "index.safetensors"
     maps = {"keys": torch.ones(2, SIZE, 4), "queries": torch.ones(2, 3, SIZE, 4), "low": -torch.ones(2, 4)}
     Calibration("indexer", {0: {**maps, "step": torch.ones(2, 4)}}).save(file)
-    for dimensions, group, sentence in ((8, 3, "of 4 dimensions, it has 8"), (4, 2, "of 3 query heads a KV head")):
+    for dimensions, group, sentence in (
+        (8, 3, "of 4 dimensions, and dimensions here is 8"),
+        (4, 2, "of 3 query heads a KV head"),
+    ):
         selector = Indexer(str(file), dimensions).for_layer(LayerContext(0))
         with pytest.raises(ValueError, match=sentence):
             selector.check_shape(2, group, SIZE)

@@ -363,6 +363,8 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     subspaces, entries, size = tables.centroids.shape[2:]
     if subspaces > MOST:
         raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
+    if keys.codes.shape[2] != -(-subspaces * keys.bits // 8):
+        raise ValueError(f"{subspaces} codes of {keys.bits} bits do not fill {keys.codes.shape[2]} bytes")
     rows, lists = keys.codes.shape[3], batch * heads
     ids = torch.empty(batch, heads, min(count, rows), dtype=torch.int32)
     more, marks = min(MORE * count, rows), keys.valid.view(torch.uint8)

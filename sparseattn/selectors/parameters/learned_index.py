@@ -39,9 +39,13 @@ def level_tables(query: Tensor, low: Tensor, step: Tensor) -> Tensor:
     return query[..., None] * levels[:, :, None]
 
 
-def check_whole(selector: Any, what: str, mine: int, theirs: int, whose: str = "it has") -> None:
+def check_whole(selector: Any, what: str, mine: int, theirs: int, whose: str) -> None:
     """ValueError where a file of learned maps is of another number."""
     if mine != theirs:
-        raise ValueError(
-            f"{selector.artefact} is of {theirs} {what}, {whose} {mine}: give {selector} a file of as many"
-        )
+        raise ValueError(f"{selector.artefact} is of {theirs} {what}, and {whose} {mine}: give it a file of as many")
+
+
+def width_of(calibration: Any, name: str) -> int:
+    """Return the last size of a file's parameter, of its first layer."""
+    width: int = next(iter(calibration.layers.values()))[name].shape[-1]
+    return width

@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.selectors.parameters.learned_index import check_whole, nibbles_of_signs, sign_tables
+from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.parameters.learned_index import (
+    NIBBLE,
+    check_whole,
+    nibbles_of_signs,
+    sign_tables,
+    width_of,
+)
 from sparseattn.selectors.tokens.calibrated_base import PROMPT
-from sparseattn.selectors.tokens.learned_base import NIBBLE, LearnedCodes
+from sparseattn.selectors.tokens.learned_base import LearnedCodes
+
+GROUPS, BITS = ("sum", "max", "each"), 128
 
 
 class Hata(LearnedCodes):
@@ -19,30 +28,37 @@ class Hata(LearnedCodes):
     Args:
         artefact: a file of `sparseattn train --method hata`, of as many bits. "prompt" (default): directions drawn at
             random, the control that learning must beat.
-        bits: of a code, a multiple of 8; 128 in the paper.
+        bits: of a code, a multiple of 8; 0 (default): as many as the file has, without one 128, as in the paper.
         seed: of random directions.
-        group: "sum" (default, its code's): a KV head chooses once, by the sum of its query heads' distances; or see
-            `vote`.
+        group: "sum" (default, its code's): a KV head chooses once, by the sum of its query heads' distances; "max": by
+            the least of them; "each": every query head chooses for itself.
 
     An index row takes `bits / 8` bytes. Departures: `train` fits the directions to the attention itself by default, and
     by the paper's own loss with `--objective hata`. Which of equally distant rows is read is left open here and there.
+    Distances are no logits, so it says nothing of what rows weigh: no budget is a mass, and no tail stands for rows.
 
     `scan_bytes`: the codes of every row, and the directions once per KV head.
     """
 
     method = "hata"
 
-    def __init__(self, artefact: str = PROMPT, bits: int = 128, seed: int = 0, group: str = "sum") -> None:
-        if bits < 8 or bits % 8:
-            raise ValueError(f"bits is a multiple of 8, got {bits}")
-        self.bits = bits
+    def __init__(self, artefact: str = PROMPT, bits: int = 0, seed: int = 0, group: str = "sum") -> None:
+        if bits < 0 or bits % 8:
+            raise ValueError(f"bits is a multiple of 8, or 0, got {bits}")
+        if group not in GROUPS:
+            raise ValueError(f"group is one of {', '.join(GROUPS)}, got {group!r}")
         self.directions = RowBuffer(2)  # [B,H,D,bits] float32
         super().__init__(artefact, seed, group)
+        self.bits = bits or (BITS if artefact == PROMPT else width_of(self.calibration(), "directions"))
+
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and ability is not EstimatesMass
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:
-            check_whole(self, "bits", self.bits, self.calibration().holds(self.layer)["directions"].shape[2])
+            held = self.calibration().holds(self.layer)["directions"].shape[2]
+            check_whole(self, "bits", self.bits, held, "bits here is")
 
     def subspaces(self, size: int) -> int:
         return self.bits // NIBBLE

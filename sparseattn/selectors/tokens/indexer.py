@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.selectors.base import Rows
 from sparseattn.selectors.checks import check_least
-from sparseattn.selectors.parameters.learned_index import check_whole, level_tables, nibbles_of_levels
+from sparseattn.selectors.parameters.learned_index import check_whole, level_tables, nibbles_of_levels, width_of
 from sparseattn.selectors.tokens.calibrated_base import PROMPT
 from sparseattn.selectors.tokens.learned_base import LearnedCodes
 
-SPREAD = 2.5  # root mean squares that levels of maps drawn at random reach to
+DIMENSIONS, SPREAD = 8, 2.5  # root mean squares that levels of maps drawn at random reach to
 
 
 class Indexer(LearnedCodes):
@@ -21,7 +22,7 @@ class Indexer(LearnedCodes):
     Args:
         artefact: a file of `sparseattn train --method indexer`, of as many dimensions. "prompt" (default): one map for
             both, drawn at random, the control that learning must beat.
-        dimensions: r, of a key's image.
+        dimensions: r, of a key's image; 0 (default): as many as the file has, without one 8.
         seed: of a random map.
         group: how a query group votes, see `vote`.
 
@@ -34,20 +35,20 @@ class Indexer(LearnedCodes):
 
     method = "indexer"
 
-    def __init__(self, artefact: str = PROMPT, dimensions: int = 8, seed: int = 0, group: str = "softmax") -> None:
-        check_least(dimensions=(dimensions, 1))
-        self.dimensions = dimensions
+    def __init__(self, artefact: str = PROMPT, dimensions: int = 0, seed: int = 0, group: str = "softmax") -> None:
+        check_least(dimensions=(dimensions, 0))
         self.keys = RowBuffer(2)  # [B,H,D,r] float32, the map of keys
         self.queries = RowBuffer(2)  # [B,H,G or 1,D,r] float32, those of queries
         self.low = RowBuffer(2)  # [B,H,r] float32, the least level of each dimension
         self.step = RowBuffer(2)  # [B,H,r] float32, between levels
         super().__init__(artefact, seed, group)
+        self.dimensions = dimensions or (DIMENSIONS if artefact == PROMPT else width_of(self.calibration(), "keys"))
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:
             held = self.calibration().holds(self.layer)
-            check_whole(self, "dimensions", self.dimensions, held["keys"].shape[2])
+            check_whole(self, "dimensions", self.dimensions, held["keys"].shape[2], "dimensions here is")
             if group is not None:
                 check_whole(self, "query heads a KV head", group, held["queries"].shape[1], "the model has")
 
@@ -59,6 +60,13 @@ class Indexer(LearnedCodes):
         far = turn.new_full((heads, self.dimensions), SPREAD)
         return {"keys": turn, "queries": turn[:, None] * (size / self.dimensions), "low": -far, "step": far * 2 / 15}
 
+    def learned(self, rows: Rows) -> dict[str, Tensor]:
+        found = super().learned(rows)
+        if self.artefact == PROMPT:  # images of the prompt's keys are of size 1
+            spread = rows.keys[0].float().square().mean((1, 2)).sqrt().clamp(min=1e-6)[:, None, None]
+            found = found | {"keys": found["keys"] / spread, "queries": found["queries"] * spread[:, None]}
+        return found
+
     def named(self, keys: Tensor) -> Tensor:
         low, step = (part.data[:, :, None] for part in (self.low, self.step))
         return nibbles_of_levels(keys @ self.keys.data, low, step)
@@ -68,4 +76,4 @@ class Indexer(LearnedCodes):
         return level_tables(turned, self.low.visible, self.step.visible)
 
     def map_bytes(self, group: int, size: int) -> int:
-        return 4 * group * size * self.dimensions
+        return 4 * (group * size + 2) * self.dimensions

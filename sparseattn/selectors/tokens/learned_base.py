@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,11 @@ from sparseattn.core.step_cost import Launch
 from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import ProductCodes
 from sparseattn.selectors.base import Rows
+from sparseattn.selectors.parameters.learned_index import NIBBLE
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
-from sparseattn.utils.hashing import stream, tensors_hash
+from sparseattn.utils.hashing import stream
 
-NIBBLE = 4  # bits of a code
+CHUNK = 1 << 14  # rows that are coded at a time
 
 
 class LearnedCodes(FromCalibration):
@@ -70,18 +70,17 @@ class LearnedCodes(FromCalibration):
         own = list(self.head_numbers(len(keys)))
         return {name: part[own].to(keys.device) for name, part in every.items()}
 
-    def index_arguments(self) -> dict[str, Any]:
-        given = super().index_arguments()
-        if self.artefact == PROMPT:
-            return given
-        return given | {"parameters": tensors_hash(self.calibration().holds(self.layer))}
-
     def append(self, rows: Rows) -> None:
         self.learn(rows)
-        codes = self.named(rows.keys.float())
+        packed = [self._packed(part) for part in rows.keys.split(CHUNK, 2)]
+        self.codes.append(torch.cat(packed, 2).mT)
+
+    def _packed(self, keys: Tensor) -> Tensor:
+        """Return the codes `[B,H,n,R]` of keys `[B,H,n,D]`, two a byte."""
+        codes = self.named(keys.float())
         if codes.shape[3] % 2:
             codes = torch.nn.functional.pad(codes, (0, 1))
-        self.codes.append((codes[..., ::2] | codes[..., 1::2] << NIBBLE).mT)
+        return codes[..., ::2] | codes[..., 1::2] << NIBBLE
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
         tables = self.tables(query.float())

@@ -129,7 +129,7 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
         given = super().index_arguments()
         if self.artefact == PROMPT:
             rope = self.layer_context.rope
-            moved = tensors_hash({"inv_freq": rope.inv_freq}) if rope is not None and self.ahead else None
+            moved = (tensors_hash({"inv_freq": rope.inv_freq}), rope.interleaved) if rope and self.ahead else None
             return given | {"scale": self.layer_context.scale, "rope": moved}
         return given | {"parameters": tensors_hash(self.calibration().holds(self.layer))}
 
