@@ -338,7 +338,8 @@ class Case:
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
     "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next",
-    "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few", "kascade-querypq",
+    "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
+    "kascade-querypq",
     "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "querypq-keys", "querypq-page",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
