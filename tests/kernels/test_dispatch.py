@@ -19,9 +19,15 @@ CALL = re.compile(r"(?:(\w+)\.pick\(.*\)|_pick\(.*\)|\bkernel)\.(\w+)\(")
 
 
 def functions(path: Path) -> dict[str, list[str]]:
-    """Names of a file's functions -> their arguments."""
-    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: [part.arg for part in node.args.args] for node in nodes}
+    """Names of a file's functions, and of those that it passes on from a file beside it -> their arguments."""
+    body = ast.parse(path.read_text()).body
+    found = {node.name: [part.arg for part in node.args.args] for node in body if isinstance(node, ast.FunctionDef)}
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if alias.asname == alias.name:
+                    found[alias.name] = functions(path.parent / f"{node.module.rpartition('.')[2]}.py")[alias.name]
+    return found
 
 
 @pytest.mark.parametrize("path", DISPATCHES, ids=lambda path: path.parent.name)

@@ -203,8 +203,10 @@ class PageSelector(EstimatesMass, Selector):
     def _scored(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         """Return `scores`; ValueError for another shape."""
         made = next(iter(entries.values()), real[:, None])
-        pages = made.shape[2] * self.unit // self.page
-        return check_scores(type(self).__name__, self.scores(query, entries, real), query, pages)
+        pages, scores = made.shape[2] * self.unit // self.page, self.scores(query, entries, real)
+        if scores.shape != (*query.shape[:2], pages):  # as nearly all are
+            check_scores(type(self).__name__, scores, query, pages)
+        return scores
 
     def _refuse(self, budget: int) -> NoReturn:
         raise ValueError(f"{self} reads whole pages: its budget is at least {self.page} rows, got {budget}")

@@ -47,9 +47,10 @@ class Hata(LearnedCodes):
             raise ValueError(f"bits is a multiple of 8, or 0, got {bits}")
         if group not in GROUPS:
             raise ValueError(f"group is one of {', '.join(GROUPS)}, got {group!r}")
+        self.bits = bits
         self.directions = RowBuffer(2)  # [B,H,D,bits] float32
         super().__init__(artefact, seed, group)
-        self.bits = bits or (BITS if artefact == PROMPT else width_of(self.calibration(), "directions"))
+        self.width = bits or (BITS if artefact == PROMPT else width_of(self.calibration(), "directions"))
 
     def has(self, ability: type) -> bool:
         return super().has(ability) and ability is not EstimatesMass
@@ -58,13 +59,13 @@ class Hata(LearnedCodes):
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:
             held = self.calibration().holds(self.layer)["directions"].shape[2]
-            check_whole(self, "bits", self.bits, held, "bits here is")
+            check_whole(self, "bits", self.width, held, "bits here is")
 
     def subspaces(self, size: int) -> int:
-        return self.bits // NIBBLE
+        return self.width // NIBBLE
 
     def drawn(self, heads: int, size: int) -> dict[str, Tensor]:
-        return {"directions": self.normal("directions", heads, size, self.bits)}
+        return {"directions": self.normal("directions", heads, size, self.width)}
 
     def named(self, keys: Tensor) -> Tensor:
         return nibbles_of_signs(keys @ self.directions.data)
@@ -73,4 +74,4 @@ class Hata(LearnedCodes):
         return sign_tables(torch.where(query @ self.directions.visible > 0, 0.5, -0.5))
 
     def map_bytes(self, group: int, size: int) -> int:
-        return 4 * size * self.bits
+        return 4 * size * self.width

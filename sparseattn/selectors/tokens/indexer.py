@@ -37,28 +37,29 @@ class Indexer(LearnedCodes):
 
     def __init__(self, artefact: str = PROMPT, dimensions: int = 0, seed: int = 0, group: str = "softmax") -> None:
         check_least(dimensions=(dimensions, 0))
+        self.dimensions = dimensions
         self.keys = RowBuffer(2)  # [B,H,D,r] float32, the map of keys
         self.queries = RowBuffer(2)  # [B,H,G or 1,D,r] float32, those of queries
         self.low = RowBuffer(2)  # [B,H,r] float32, the least level of each dimension
         self.step = RowBuffer(2)  # [B,H,r] float32, between levels
         super().__init__(artefact, seed, group)
-        self.dimensions = dimensions or (DIMENSIONS if artefact == PROMPT else width_of(self.calibration(), "keys"))
+        self.width = dimensions or (DIMENSIONS if artefact == PROMPT else width_of(self.calibration(), "keys"))
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:
             held = self.calibration().holds(self.layer)
-            check_whole(self, "dimensions", self.dimensions, held["keys"].shape[2], "dimensions here is")
+            check_whole(self, "dimensions", self.width, held["keys"].shape[2], "dimensions here is")
             if group is not None:
                 check_whole(self, "query heads a KV head", group, held["queries"].shape[1], "the model has")
 
     def subspaces(self, size: int) -> int:
-        return self.dimensions
+        return self.width
 
     def drawn(self, heads: int, size: int) -> dict[str, Tensor]:
-        turn = self.normal("map", heads, size, self.dimensions) / size**0.5
-        far = turn.new_full((heads, self.dimensions), SPREAD)
-        return {"keys": turn, "queries": turn[:, None] * (size / self.dimensions), "low": -far, "step": far * 2 / 15}
+        turn = self.normal("map", heads, size, self.width) / size**0.5
+        far = turn.new_full((heads, self.width), SPREAD)
+        return {"keys": turn, "queries": turn[:, None] * (size / self.width), "low": -far, "step": far * 2 / 15}
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         found = super().learned(rows)
@@ -76,4 +77,4 @@ class Indexer(LearnedCodes):
         return level_tables(turned, self.low.visible, self.step.visible)
 
     def map_bytes(self, group: int, size: int) -> int:
-        return 4 * (group * size + 2) * self.dimensions
+        return 4 * (group * size + 2) * self.width
