@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks import records
-from benchmarks.records import RESULTS
 from sparseattn.cli.inputs import open_trace
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.replay import evaluate
@@ -57,8 +55,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--last", type=int, default=4096, help="tokens decoded behind the prompt")
     out.add_argument("--part", type=int, default=512, help="tokens that one mean is over, a divisor of --last")
     out.add_argument("--every", type=int, default=16, help="one of so many tokens is measured, a divisor of --part")
-    out.add_argument("--json", action="store_true", help="the record on standard output")
-    out.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
+    records.add_options(out)
     return out
 
 
@@ -89,10 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine(),
         "results": [row for spec in specs for row in measured(trace, spec, options)],
     }
-    path = options.results / NAME
-    options.results.mkdir(parents=True, exist_ok=True)
-    records.save(record, path)
-    records.show(record, table, f"record: {path}", options.json)
+    records.end(record, NAME, table, options)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks import records
-from benchmarks.records import RESULTS
 from sparseattn.cli.inputs import open_trace
 from sparseattn.core.budget import budget_label, parse_budget
 from sparseattn.cost_model.environment import machine, versions
@@ -83,8 +81,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--sink", type=int, default=4)
     out.add_argument("--window", type=int, default=64)
     out.add_argument("--last", type=int, default=32, help="tokens decoded")
-    out.add_argument("--json", action="store_true", help="the record on standard output")
-    out.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
+    records.add_options(out)
     return out
 
 
@@ -113,10 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine(),
         "results": [{name: one[name] for name in one if name not in ("layers", "steps")} for one in results],
     }
-    path = options.results / NAME
-    options.results.mkdir(parents=True, exist_ok=True)
-    records.save(record, path)
-    records.show(record, table, f"record: {path}", options.json)
+    records.end(record, NAME, table, options)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import records
-from benchmarks.records import RESULTS
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.replay import evaluate
@@ -111,8 +110,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--window", type=int, default=92)
     out.add_argument("--seal", type=int, default=64)
     out.add_argument("--last", type=int, default=32, help="tokens decoded")
-    out.add_argument("--json", action="store_true", help="the record on standard output")
-    out.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
+    records.add_options(out)
     return out
 
 
@@ -145,10 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine(),
         "results": results,
     }
-    path = options.results / NAME
-    options.results.mkdir(parents=True, exist_ok=True)
-    records.save(record, path)
-    records.show(record, table, f"record: {path}", options.json)
+    records.end(record, NAME, table, options)
 
 
 if __name__ == "__main__":

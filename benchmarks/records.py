@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,20 @@ WIDE = 120  # columns of the tables, where standard output is no terminal
 def save(record: Mapping[str, Any], path: Path) -> None:
     """The record as JSON, in place of what was there."""
     write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options that `end` reads."""
+    command.add_argument("--json", action="store_true", help="the record on standard output")
+    command.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
+
+
+def end(record: Mapping[str, Any], name: str, tables: Callable[[Any], Iterable[Table]], options: Any) -> None:
+    """Save the record as a file of this name in the folder that `options` say, and show it as they say."""
+    path = options.results / name
+    options.results.mkdir(parents=True, exist_ok=True)
+    save(record, path)
+    show(record, tables, f"record: {path}", options.json)
 
 
 def show(record: Mapping[str, Any], tables: Callable[[Any], Iterable[Table]], words: str, as_json: bool) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from torch import Tensor
 from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.tokens.hata import Hata
 from sparseattn.selectors.tokens.indexer import Indexer
-from sparseattn.training.calibrate import meta_of, output_file
+from sparseattn.training.calibrate import output_file
+from sparseattn.training.layer_files import written_by_layer
 from sparseattn.training.learned_index import LEAST, HashByLabels, HashCodes, Index, Layer, LowDimensions, fit
-from sparseattn.training.partial import Partial, identity
+from sparseattn.training.partial import Partial
 from sparseattn.training.prompts import Prompts, load, open_all
 from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.devices import usable_device
@@ -118,21 +118,9 @@ def train_index(
     """
     out, place = output_file(out), usable_device(device)
     prompts = open_all(traces, layers, roped=True)
-    folder = Partial(Path(f"{out}.partial"), identity(recipe, prompts))
-    folder.open()
-    try:
-        _learn(prompts, recipe, folder, place, progress)
-    except BaseException:
-        folder.remove_if_bare()
-        raise
-    read = {index: folder.read(folder.layer(index)) for index in prompts.shapes}
-    losses = {str(index): facts["loss"] for index, (_, facts) in read.items()}
-    scales = {str(index): shape.scale for index, shape in prompts.shapes.items()}
-    meta = meta_of(prompts) | {"scales": scales, "recipe": asdict(recipe), "loss": losses}
-    found = {index: maps for index, (maps, _) in read.items()}
-    Calibration(recipe.method, found, ropes=prompts.ropes, meta=meta).save(out)
-    folder.remove()
-    return Calibration.load(out)
+    return written_by_layer(
+        recipe.method, prompts, recipe, out, lambda folder: _learn(prompts, recipe, folder, place, progress), "loss"
+    )
 
 
 def _learn(

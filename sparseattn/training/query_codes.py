@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from torch import Tensor
 from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.parameters.query_metric import codes_of, reached, share_kept
 from sparseattn.selectors.tokens.querypq import QueryPQ
-from sparseattn.training.calibrate import meta_of, output_file
+from sparseattn.training.calibrate import output_file
 from sparseattn.training.index_run import layers_of
+from sparseattn.training.layer_files import written_by_layer
 from sparseattn.training.learned_index import ProductBooks, fit
-from sparseattn.training.partial import Partial, identity
+from sparseattn.training.partial import Partial
 from sparseattn.training.prompts import HeadView, Prompts, TracedPrompt, load, open_all, quota
 from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.devices import usable_device
@@ -108,21 +108,9 @@ def train_codes(
             recipe.selector().check_shape(shape.heads, shape.group, shape.size)
         except ValueError as error:
             raise TrainingError(str(error)) from error
-    folder = Partial(Path(f"{out}.partial"), identity(recipe, prompts))
-    folder.open()
-    try:
-        _learn(prompts, recipe, folder, place, progress)
-    except BaseException:
-        folder.remove_if_bare()
-        raise
-    read = {index: folder.read(folder.layer(index)) for index in prompts.shapes}
-    scales = {str(index): shape.scale for index, shape in prompts.shapes.items()}
-    shares = {str(index): facts["kept"] for index, (_, facts) in read.items()}
-    meta = meta_of(prompts) | {"scales": scales, "recipe": asdict(recipe), "kept": shares}
-    found = {index: codes for index, (codes, _) in read.items()}
-    Calibration(METHOD, found, ropes=prompts.ropes, meta=meta).save(out)
-    folder.remove()
-    return Calibration.load(out)
+    return written_by_layer(
+        METHOD, prompts, recipe, out, lambda folder: _learn(prompts, recipe, folder, place, progress), "kept"
+    )
 
 
 def _learn(
