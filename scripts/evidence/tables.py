@@ -8,7 +8,7 @@ A definition has these parts; cells, heads and captions are templates of `expres
     only        an expression that holds of a row
     each        columns: a table for each of their values
     index       the columns that begin a line, [head, cell]; rows for which these say the same are one line
-    columns     the others: a measure of `sparseattn.evaluation.measures`, with a format where it is not the measure's;
+    columns     the others: a measure of `sparseattn.evaluation.measure_table`, with a format where it is not its own;
                 [head, cell] or [head, cell, where], where a head that begins with < is of text; or {over = columns,
                 cells = [...]}: such columns for each of their values, in the order of `values` where it is given. A row
                 without a value is of the first.
@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from scripts.evidence import markdown, toml
 from scripts.evidence.expressions import Row, Scope, evaluate, filled
-from sparseattn.evaluation.measures import measure
+from sparseattn.evaluation.measure_table import measure
 from sparseattn.reporting.table import Column, Table
 
 Definition: TypeAlias = "Mapping[str, Any]"

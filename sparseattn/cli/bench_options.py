@@ -185,7 +185,7 @@ class BenchOptions:
 
     def check_effect(self, traces: Sequence[Trace]) -> None:
         """NoEffect for a budget that was asked for and covers the longest trace."""
-        from sparseattn.core.effects import idle_budget, refuse
+        from sparseattn.core.no_effect import idle_budget, refuse
 
         longest = max(traces, key=lambda trace: trace.tokens)
         for budget in self.budgets if self.budget != BUDGETS else ():

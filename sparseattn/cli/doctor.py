@@ -15,7 +15,7 @@ from sparseattn.cli.command import say
 from sparseattn.cli.doctor_options import SELECTOR, DoctorOptions
 from sparseattn.cli.inputs import open_model
 from sparseattn.core.diagnosis import LayerDiagnosis, nothing_active
-from sparseattn.core.effects import idle_above, idle_budget, idle_layers
+from sparseattn.core.no_effect import idle_above, idle_budget, idle_layers
 from sparseattn.cost_model import known_models
 from sparseattn.models.load import NAMED
 from sparseattn.reporting.doctor_tables import layers_table

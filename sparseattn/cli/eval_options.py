@@ -292,7 +292,7 @@ class EvalOptions:
 
     def _check_effect(self) -> None:
         """NoEffect for a budget that was asked for and covers the longest prompt that is made or cut to length."""
-        from sparseattn.core.effects import idle_budget, refuse
+        from sparseattn.core.no_effect import idle_budget, refuse
 
         longest = max(self.prompt_lengths[-1] if self.tasks else 0, self.max_length or 0)
         unknown = bool(self.prompts) and self.max_length is None  # how long these are is known when they are read

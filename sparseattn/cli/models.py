@@ -12,7 +12,7 @@ import typer
 from sparseattn.cli.inputs import say_terms
 from sparseattn.cli.models_options import ModelsOptions
 from sparseattn.cli.progress import model_progress
-from sparseattn.evaluation.measures import Format
+from sparseattn.evaluation.measure_table import Format
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 from sparseattn.utils.cache_folder import cache_folder

@@ -9,7 +9,7 @@ from sparseattn.cli.command import say
 from sparseattn.cli.inputs import say_terms
 from sparseattn.cli.progress import model_progress
 from sparseattn.cli.serve_options import ServeOptions
-from sparseattn.core.effects import idle_above, idle_budget, refuse
+from sparseattn.core.no_effect import idle_above, idle_budget, refuse
 from sparseattn.serving.vllm import installed
 from sparseattn.serving.vllm import server as serving
 from sparseattn.serving.vllm.settings import Settings

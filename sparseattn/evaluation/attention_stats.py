@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.cache import input_checks
-from sparseattn.evaluation.measures import BEFORE, BEST, HELD, NEEDED
+from sparseattn.evaluation.measure_table import BEFORE, BEST, HELD, NEEDED
 from sparseattn.evaluation.rank_correlation import rank_correlation
 from sparseattn.evaluation.replay_settings import Replay, check_replay, is_trace, usable_layers
 from sparseattn.evaluation.result import json_number
@@ -31,7 +31,7 @@ from sparseattn.traces.trace import Trace, TraceLayer
 COUNTS = (16, 64, 256, 1024)  # rows whose share of the attention is measured
 PAGES = (16, 8)  # rows of a page
 
-# What is measured for each query head, the mean over the tokens; `measures.py` says what each is.
+# What is measured for each query head, the mean over the tokens; `measure_table.py` says what each is.
 MEASURES = (
     *("query_distance", "key_distance", "distance_ratio", "far_mass", "needed"),
     *(f"top_share@{k}" for k in COUNTS),

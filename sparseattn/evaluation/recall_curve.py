@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseattn.evaluation import measures
+from sparseattn.evaluation import measure_table
 
 MEASURES = ("recall", "scanned_share", "bytes_share")
 
@@ -43,7 +43,7 @@ class Point:
     def worst(self, measure: str) -> float:
         """The head where the measure is worst."""
         values = self.heads[measure]
-        return float(values.min() if measures.measure(measure).better == measures.HIGH else values.max())
+        return float(values.min() if measure_table.measure(measure).better == measure_table.HIGH else values.max())
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.budget import Budget, budget_record
-from sparseattn.evaluation import measures
+from sparseattn.evaluation import measure_table
 from sparseattn.evaluation.step_measures import COUNTED
 
 
@@ -55,7 +55,7 @@ class Evaluation:
         values = values[~values.isnan()]
         if not len(values):
             return math.nan
-        return float(values.min() if measures.measure(measure).better == measures.HIGH else values.max())
+        return float(values.min() if measure_table.measure(measure).better == measure_table.HIGH else values.max())
 
     def far(self, share: float) -> Evaluation:
         """The same of the heads with at least this share of their attention on indexed rows; the others become NaN.

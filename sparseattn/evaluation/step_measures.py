@@ -1,4 +1,4 @@
-"""Every measure of one decode step against full attention over all rows; `measures.py` says what each is."""
+"""Every measure of one decode step against full attention over all rows; `measure_table.py` says what each is."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sparseattn.cache.decode import attend_chosen
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.mass import Promise
 from sparseattn.core.selection import Bounds, Selection, Tail
-from sparseattn.evaluation import measures
+from sparseattn.evaluation import measure_table
 from sparseattn.kernels.attend import reference as attend_reference
 
 RECALLS = (1, 10, 100)
 ROUNDING = 1e-5  # of sums of weights in float32
-# What `compare` gives of a step, in the order of the records; `measures.py` says what each is.
+# What `compare` gives of a step, in the order of the records; `measure_table.py` says what each is.
 MEASURES = (
     *(f"recall@{k}" for k in RECALLS),
     *("mass", "indexed_mass", "recovered", "lookups", "lookup_hits", "relative_error", "denominator_error", "mse"),
@@ -66,7 +66,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     error = out - full
     far = weights[..., indexed].sum(-1)  # [1,H,G]
     found = (weights * reads)[..., indexed].sum(-1)
-    sought = weights[..., indexed] >= measures.LOOKUP
+    sought = weights[..., indexed] >= measure_table.LOOKUP
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)

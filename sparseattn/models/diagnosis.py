@@ -5,8 +5,8 @@ from __future__ import annotations
 from sparseattn.cache.rows_read import rows_read, sparse_from
 from sparseattn.core.budget import budget_label
 from sparseattn.core.diagnosis import LayerDiagnosis
-from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.models.sparse_heads import SparseHeads
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.models.transformers_classes import DynamicLayer
 

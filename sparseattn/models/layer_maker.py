@@ -18,7 +18,7 @@ from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models import layer_checks as checks
 from sparseattn.models.attention_layers import AttentionLayer
-from sparseattn.models.head_group import SparseHeads
+from sparseattn.models.sparse_heads import SparseHeads
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.roles.role import Share
 from sparseattn.roles.roles import Roles

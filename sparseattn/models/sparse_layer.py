@@ -18,7 +18,7 @@ from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.activity import LayerActivity
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
-from sparseattn.models.head_group import SparseHeads
+from sparseattn.models.sparse_heads import SparseHeads
 from sparseattn.models.transformers_classes import CacheLayerMixin
 from sparseattn.roles.role import together
 

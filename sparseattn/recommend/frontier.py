@@ -13,8 +13,8 @@ from sparseattn.cache.shown_rows import unit_of
 from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models.error_sensitivity import LayerSeen
-from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.prefill import Prefill
+from sparseattn.models.sparse_heads import SparseHeads
 from sparseattn.roles.role import Role, Share
 
 

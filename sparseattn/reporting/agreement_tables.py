@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sparseattn.evaluation.intervals import student
-from sparseattn.evaluation.measures import measure
+from sparseattn.evaluation.measure_table import measure
 from sparseattn.evaluation.tasks.compared import FULL
 from sparseattn.reporting.eval_records import (
     Record,

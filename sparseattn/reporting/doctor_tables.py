@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sparseattn.core.diagnosis import LayerDiagnosis
-from sparseattn.evaluation.measures import Format
+from sparseattn.evaluation.measure_table import Format
 from sparseattn.reporting.table import Column, Table
 from sparseattn.roles.roles import ranges
 

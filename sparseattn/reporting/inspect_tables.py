@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from sparseattn.evaluation.attention_stats import COUNTS, PAGES, Inspection
-from sparseattn.evaluation.measures import BEFORE, BEST, NEEDED, measure
+from sparseattn.evaluation.measure_table import BEFORE, BEST, NEEDED, measure
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
 

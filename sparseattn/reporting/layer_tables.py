@@ -10,7 +10,7 @@ from itertools import combinations
 
 from sparseattn.core.budget import Budget, budget_label
 from sparseattn.evaluation.by_head import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
-from sparseattn.evaluation.measures import FRACTION, measure
+from sparseattn.evaluation.measure_table import FRACTION, measure
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain

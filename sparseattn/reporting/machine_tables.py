@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sparseattn.core.step_cost import KINDS, Cost, Shape
 from sparseattn.cost_model.machine import Machine
-from sparseattn.evaluation.measures import Format
+from sparseattn.evaluation.measure_table import Format
 from sparseattn.reporting.table import Column, Table
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparseattn.evaluation.measures import measure
+from sparseattn.evaluation.measure_table import measure
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.reporting.table import Column, Table
 

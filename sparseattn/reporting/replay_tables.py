@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sparseattn.core.budget import Budget, Mass, budget_label, parse_budget
-from sparseattn.evaluation.measures import measure
+from sparseattn.evaluation.measure_table import measure
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.step_measures import COUNTED
 from sparseattn.reporting.table import Column, Table

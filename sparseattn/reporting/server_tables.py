@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from sparseattn.evaluation.intervals import paired
-from sparseattn.evaluation.measures import Format
+from sparseattn.evaluation.measure_table import Format
 from sparseattn.reporting.eval_records import (
     Record,
     Row,

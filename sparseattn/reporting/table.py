@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from sparseattn.evaluation.measures import Measure, measure
+from sparseattn.evaluation.measure_table import Measure, measure
 from sparseattn.reporting.terminal import plain
 
 Show: TypeAlias = "Callable[[Any], str]"  # a value as its text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparseattn.evaluation.measures import FRACTION
+from sparseattn.evaluation.measure_table import FRACTION
 from sparseattn.reporting.eval_records import mean
 from sparseattn.reporting.table import Column, Table
 from sparseattn.selectors.parameters.saap_artefact import Artefact

@@ -23,7 +23,7 @@ from sparseattn.cli import bench, recall
 from sparseattn.cli.app import app
 from sparseattn.cli.progress import progress_bar
 from sparseattn.core.context import StepContext
-from sparseattn.evaluation import measures
+from sparseattn.evaluation import measure_table
 from sparseattn.evaluation.replay import evaluate
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.step_measures import MEASURES
@@ -160,11 +160,11 @@ def test_the_table_is_what_80_characters_hold_and_wide_is_everything(trace: Path
     heads = "layer head " if per_head else ""
     assert titles[False] == f"selector budget {heads}rows bytes % error % recovered"
     for key in set(replay_tables.EVERY) - {"lookup_hits", *replay_tables.BY_MASS}:
-        assert measures.measure(key).head in titles[True]
+        assert measure_table.measure(key).head in titles[True]
     result = evaluate(Trace.open(trace), "quest:group=each", "mass:0.5", sink=2, window=8, last=2)
     for wide in (False, True):
         shown = {column.head for column in replay_tables.table([result], per_head, wide).columns}
-        assert {measures.measure(key).head for key in ("mass", *replay_tables.BY_MASS)} <= shown
+        assert {measure_table.measure(key).head for key in ("mass", *replay_tables.BY_MASS)} <= shown
 
 
 def test_wide_is_an_option(trace: Path, tmp_path: Path) -> None:

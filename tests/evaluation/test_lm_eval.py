@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 
-from sparseattn.core.effects import NoEffect
+from sparseattn.core.no_effect import NoEffect
 from sparseattn.evaluation.harness.model import SparseLM
 from sparseattn.evaluation.harness.settings import SparseSettings
 from sparseattn.evaluation.harness.tally import NothingSparse

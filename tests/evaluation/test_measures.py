@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sparseattn.evaluation import attention_stats, recall_curve, step_measures
-from sparseattn.evaluation.measures import COUNT, PERCENT, SIGNIFICANT, Format, measure, measures
+from sparseattn.evaluation.measure_table import COUNT, PERCENT, SIGNIFICANT, Format, measure, measures
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 

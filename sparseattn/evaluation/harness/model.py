@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseattn.core.activity import Activity
-from sparseattn.core.effects import idle_budget, idle_layers, refuse
+from sparseattn.core.no_effect import idle_budget, idle_layers, refuse
 from sparseattn.evaluation.harness.forced import Forced, predicted
 from sparseattn.evaluation.harness.report import finished
 from sparseattn.evaluation.harness.settings import SparseSettings

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
-from sparseattn.evaluation.measures import COUNT, SIGNIFICANT, measure
+from sparseattn.evaluation.measure_table import COUNT, SIGNIFICANT, measure
 from sparseattn.reporting.html.percentages import MISSING, percent, typeset
 from sparseattn.reporting.table import Column, Table
 

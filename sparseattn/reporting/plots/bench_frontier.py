@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparseattn.evaluation.measures import measures
+from sparseattn.evaluation.measure_table import measures
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots.panels import heading, logarithmic, panel_grid, save, unit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparseattn.evaluation.by_head import Comparison
-from sparseattn.evaluation.measures import measure
+from sparseattn.evaluation.measure_table import measure
 from sparseattn.reporting.layer_tables import condition
 from sparseattn.reporting.line_style import broken, name_ends, style
 from sparseattn.reporting.plots.panels import heading, panel_grid, save, shares_up, shown

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparseattn.core.budget import budget_label
-from sparseattn.evaluation.measures import measure
+from sparseattn.evaluation.measure_table import measure
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.step_measures import RECALLS
 from sparseattn.reporting.line_style import name_ends, style

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sparseattn.evaluation import intervals
-from sparseattn.evaluation.measures import Measure, measure
+from sparseattn.evaluation.measure_table import Measure, measure
 from sparseattn.evaluation.tasks.compared import FULL
 from sparseattn.reporting import agreement_tables
 from sparseattn.reporting.eval_records import Record, mean_of, method_of, rows_of, select

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseattn.evaluation import intervals
-from sparseattn.evaluation.measures import measure
+from sparseattn.evaluation.measure_table import measure
 from sparseattn.reporting.eval_records import Record, by, in_words, mean_of, rows_of, select
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots.eval_scores import BARS

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparseattn.evaluation.attention_stats import COUNTS, PAGES, Inspection
-from sparseattn.evaluation.measures import BEST, NEEDED, measure
+from sparseattn.evaluation.measure_table import BEST, NEEDED, measure
 from sparseattn.reporting.line_style import COLOURS, name_ends, style
 from sparseattn.reporting.plots.panels import COUNT, SHARE, bare_grid, heading, save, shown, unit
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseattn.evaluation.measures import Measure
+from sparseattn.evaluation.measure_table import Measure
 from sparseattn.reporting.line_style import room
 from sparseattn.reporting.plots.themed_svg import PAPER, themed
 from sparseattn.reporting.terminal import plain

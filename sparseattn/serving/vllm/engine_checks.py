@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparseattn.core.effects import idle_above, refuse
+from sparseattn.core.no_effect import idle_above, refuse
 from sparseattn.serving.vllm import mismatch
 from sparseattn.serving.vllm.installed import why_not_on_cuda, why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparseattn.evaluation.attention_stats import MEASURES, PAGES, Inspection
-from sparseattn.evaluation.measures import NEEDED
+from sparseattn.evaluation.measure_table import NEEDED
 from sparseattn.reporting import inspect_tables
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import COUNT, HEADS, NAME, ORIGIN, distinct, models_of
