@@ -128,7 +128,8 @@ class EvalOptions:
         str,
         typer.Option(
             help="What is decoded sparsely. question: the tokens of the question, one by one, and then the answer; "
-            "prefill: only the question's last token and the answer. Both with a comma.",
+            "prefill: only the question's last token and the answer; generate: the answer without its first token. "
+            "Several with commas.",
             autocompletion=completion.several_of(PROTOCOLS),
         ),
     ] = "question"

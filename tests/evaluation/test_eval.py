@@ -21,14 +21,16 @@ from sparseattn import SAAP, Quest, Selector, Window
 from sparseattn.cli.app import app
 from sparseattn.core.budget import Budget
 from sparseattn.evaluation.tasks.base import Example
-from sparseattn.evaluation.tasks.compared import FORCED, FULL
+from sparseattn.evaluation.tasks.compared import FORCED, FULL, PROTOCOLS
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import KEY
 from sparseattn.evaluation.tasks.registry import TASKS, example
 from sparseattn.evaluation.tasks.run import Method, measure
 from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.load import load_model
+from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.reporting import eval_tables as report
 from sparseattn.reporting.eval_records import by_place
 from sparseattn.reporting.terminal import WIDE
@@ -111,6 +113,14 @@ def test_both_protocols_feed_the_same_tokens_and_read_the_context_once() -> None
     # the last token of the question is fed in both: every token of the answer comes from the sparse path
     assert decoder.fed["quest", 64, CONTEXT] == ASKED + "71432."
     assert decoder.fed["quest", 64, whole] == ASKED[-1] + "71432."
+
+
+def test_by_the_protocol_of_generate_the_first_token_comes_from_the_dense_prefill() -> None:
+    said = {"full": "71432", "quest": "99", "window": "\n"}  # a method that would have begun otherwise goes on with it
+    records, decoder = ask(said, ["generate"])
+    assert [one["response"] for one in records] == ["71432", "79", "79", "7"]
+    assert decoder.fed["quest", 64, CONTEXT + ASKED] == "79"
+    assert decoder.reads == [CONTEXT]
 
 
 def test_responses_end_at_an_end_a_line_or_the_limit() -> None:
@@ -207,10 +217,25 @@ def test_full_attention_answers_as_the_model_generates(folder: Path) -> None:
         expected.append(BYTES.text(out[0, ids.shape[1] :].tolist()))
     decoder = ModelDecoder(model, chunk=128)
     for prompt, text in zip(prompts, expected, strict=True):
-        for record in measure(prompt, [Method()], ["question", "prefill"], decoder, BYTES):
+        for record in measure(prompt, [Method()], PROTOCOLS, decoder, BYTES):
             assert text.startswith(record["response"])
             assert record["dense_calls"] > 0
             assert record["sparse_calls"] == 0
+
+
+def test_the_protocol_of_generate_answers_as_generate_with_a_sparse_cache(folder: Path) -> None:
+    model, _ = load_model(folder)
+    decoder = ModelDecoder(model, sink=2, window=8, chunk=4096)
+    methods = [Method(Quest(page=4), 8, "8")]
+    for seed in range(3):
+        prompt = Prompt.of(example("kv", 300, seed=seed), BYTES)
+        (record,) = measure(prompt, methods, ["generate"], decoder, BYTES)
+        ids = torch.tensor([prompt.context + prompt.question])
+        cache = SparseCache(model, Quest(page=4), 8, sink=2, window=8, seal=4)
+        kept = {**cache_argument(cache), "max_new_tokens": prompt.limit, "do_sample": False}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **kept)
+        assert BYTES.text(out[0, ids.shape[1] :].tolist()).startswith(record["response"])
+        assert record["sparse_calls"] > 0
 
 
 @pytest.mark.parametrize("protocol", ["question", "prefill"])
@@ -402,7 +427,7 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
     ("options", "sentence"),
     [
         (["--task", "passkeys"], "--task takes one or more of passkey, multikey, kv, variables, words, agreement"),
-        (["--protocol", "both"], "--protocol takes one or more of question, prefill, separated by commas, got 'both'"),
+        (["--protocol", "both"], "--protocol takes one or more of question, prefill, generate, separated by commas, got 'both'"),
         (["--task", "agreement"], "--task agreement needs --text, and only that task takes it"),
         (["--text", "x.txt"], "--task agreement needs --text, and only that task takes it"),
         (["--task", "agreement", "--text", "none.txt"], "none.txt is neither a file nor one of the texts by name ("),

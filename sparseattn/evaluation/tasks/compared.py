@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-PROTOCOLS = ("question", "prefill")
+PROTOCOLS = ("question", "prefill", "generate")
 FORCED = "forced"  # the protocol of agreement: tokens of a text are fed whatever was expected
 FULL = "full"  # the label of full attention
 

@@ -1,9 +1,11 @@
-"""One prefill of a prompt, and from it the responses of every method, by one of two protocols; what scores a response.
+"""One prefill of a prompt, and from it the responses of every method, by one of three protocols; and their scores.
 
 - "question", the papers': the context is read densely; the question's tokens and then the answer's go through the
   sparse path, one by one.
 - "prefill": the question is read densely too, all but its last token; that one is the first to go through the sparse
   path, so that every token of the answer comes from it.
+- "generate", as `model.generate` and servers have it: the whole prompt is read densely, and with it the answer's first
+  token. The tokens behind that one come from the sparse path.
 
 Agreement has one protocol, "forced": the last tokens of a text go through the sparse path whatever the model expected,
 and through full attention, whose predictions the method's are compared with.
@@ -125,7 +127,8 @@ def measure(
     for protocol in prompt.protocols(protocols):
         keys = dict(zip(prompt.keys([protocol], methods), methods, strict=True))
         wanted = [(key, method) for key, method in keys.items() if key not in known]
-        at = len(prompt.question) - 1 if protocol == "prefill" else 0
+        at = _dense_tokens(protocol, len(prompt.question))
+        first: int | None = None  # token of the answer, where the dense prefill gives it
         dense: Tensor | None = None  # [n,V] of full attention: not in records, so made again where they are continued
         for (_, layers), group in itertools.groupby(wanted, lambda one: (one[1].label, one[1].layers)):
             if prefill is None:
@@ -136,6 +139,11 @@ def measure(
             selector, codec = members[0][1].selector, members[0][1].codec
             if protocol == FORCED and dense is None and selector is not None:
                 dense = decoder.start(decoder.index(prefill, [], None), None).feed(prompt.question)
+            if protocol == "generate" and first is None:
+                last = decoder.start(decoder.index(prefill, prompt.question[:-1], None), None).feed(
+                    prompt.question[-1:]
+                )
+                first = int(last[-1].argmax())
             began = time.perf_counter()
             indexed = decoder.index(prefill, prompt.question[:at], selector, layers, codec)
             times["index_seconds"] = time.perf_counter() - began
@@ -148,7 +156,7 @@ def measure(
                     dense = logits if dense is None else dense
                     result = agreement(logits, dense, prompt.expected)
                 else:
-                    result = _answer(session, prompt.question[at:], prompt, tokens, ends)
+                    result = _answer(session, prompt.question[at:], prompt, tokens, ends, first)
                     times["decode_seconds"] = time.perf_counter() - began
                 chosen_by = {"selector": method.selector and repr(method.selector)}
                 took = {name: round(seconds, 4) for name, seconds in times.items()}
@@ -157,23 +165,32 @@ def measure(
             del indexed
 
 
+def _dense_tokens(protocol: str, question: int) -> int:
+    """Return how many of a question's tokens are read densely."""
+    return {"question": 0, "prefill": question - 1, "generate": question, FORCED: 0}[protocol]
+
+
 def _answer(
-    session: Session, fed: Sequence[int], prompt: Prompt, tokens: Tokens, ends: Collection[int]
+    session: Session,
+    fed: Sequence[int],
+    prompt: Prompt,
+    tokens: Tokens,
+    ends: Collection[int],
+    first: int | None = None,
 ) -> dict[str, Any]:
-    """Greedy decoding until an end, the limit, or what `ending` says."""
+    """Greedy decoding until an end, the limit, or what `ending` says; `first` is the answer's token that is known."""
     assert prompt.example is not None
     ended = ending(prompt.example)
-    logits = session.feed(fed)[-1]
+    token = int(session.feed(fed)[-1].argmax()) if first is None else first
     made: list[int] = []
     while True:
-        token = int(logits.argmax())
         if token in ends:
             break
         made.append(token)
         response = tokens.text(made)
         if len(made) == prompt.limit or ended(response):
             break
-        logits = session.feed([token])[-1]
+        token = int(session.feed([token])[-1].argmax())
     return scored(prompt.example, tokens.text(made))
 
 
