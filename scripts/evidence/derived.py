@@ -17,9 +17,8 @@ import torch
 
 from scripts.evidence.condensing import exploded
 from scripts.evidence.expressions import known
+from scripts.evidence.families import FULL, LEAST, families, nearest, ranked, rounded
 from scripts.evidence.labels import shown
-from sparseattn.cli.values import EXACT
-from sparseattn.codecs.registry import ROW_CODECS
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.recall_curve import Curve, Point
 from sparseattn.recommend.single import between
@@ -29,11 +28,9 @@ from sparseattn.selectors.registry import parsed
 Record: TypeAlias = "Mapping[str, Any]"
 Row: TypeAlias = "dict[str, Any]"
 
-FULL = "full"  # the method of full attention
 LEVEL = 0.95  # of recall@k
 ASKED, CONTROL = "queries to keys", "keys to keys"
 ROWS, BYTES = "mean.attended", "mean.bytes_share"
-LEAST = 1e-6  # errors below are rounding
 FAR = 0.3  # share of a query head's attention on indexed rows from which on it counts as looking far
 INNER = {
     "freekv": "quest",
@@ -41,27 +38,7 @@ INNER = {
 }  # whose choices are read again where a label names none
 ORDER = ("kmeans", "kmeans, no RoPE", "saap, no RoPE")  # SAAP's paper, rising: the first is of roped keys
 PLAN = "plan "  # begins the label of one
-CLOSE = (0.1, 0.03, 0.01)  # nats a token
 DRAWS = 1000  # of windows, for an interval
-ROUNDED, CONTROLS = "rounded rows", "controls"
-# Family -> names of its methods.
-FAMILIES = {
-    "exact keys (oracle)": "exact",
-    "page scores": "quest unique mean quad clse ellipsoid infllm",
-    "keys of few bits": "lowbit fier selfindex pq pqcache querypq twostage pariskv",
-    "channels": "sparq doublesparsity loki rocketkv",
-    "graphs": "retrieval",
-    "buckets": "kmeans moments saap",
-    "dropping rows": "h2o tova snapkv pyramidkv",
-    "sampling": "magicpig vattention",
-    "top-p": "topp",
-    "estimated tails": "tailed retroinfer",
-    "reuse": "freekv kascade",
-    CONTROLS: "recent random window",
-}
-
-
-GROUPS = {name: group for group, names in FAMILIES.items() for name in names.split()}
 
 
 def mean(values: Iterable[float | None]) -> float:
@@ -210,34 +187,6 @@ def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def rounded(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `codec` and `bits` of the rows of a label such as `quest, kivi:bits=8 rows`, and its `method`."""
-    found = []
-    for row in rows:
-        label = str(row.get("label", row.get("method")))
-        kept = re.fullmatch(r"(.*), (\S+) rows", label)
-        codec = kept[2] if kept else EXACT
-        bits = 16 if codec == EXACT else int(dict(ROW_CODECS.parsed(codec)[1]).get("bits") or 0)
-        found.append({**row, "plain": kept[1] if kept else label, "codec": codec, "bits": bits})
-    return found
-
-
-def families(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `family`, and `method` as people type it with the bits of its rows, in the order of the families."""
-    found = [
-        {
-            **row,
-            "family": GROUPS[row["plain"].partition(":")[0]] if row["bits"] == 16 else ROUNDED,
-            "typed": shown(row["plain"]),
-        }
-        for row in rounded(record, rows)
-        if row["method"] != FULL
-    ]
-    order = [*FAMILIES, ROUNDED]
-    named = [{**row, "method": row["typed"] + (f", {row['bits']} bits" if row["bits"] < 16 else "")} for row in found]
-    return sorted(named, key=lambda row: order.index(row["family"]))
-
-
 def answered(record: Record, rows: Sequence[Row]) -> list[Row]:
     """With `enough`, whether full attention answers so much of the task and length that others say something."""
     full: dict[Any, list[float]] = {}
@@ -302,29 +251,6 @@ def kernels(record: Record, rows: Sequence[Row]) -> list[Row]:
         of = " ".join([row["dtype"], *words, *(phrase for phrase, holds in more.items() if holds)])
         found.append({**row, "of": of, "size": row.get("D") or 0})
     return sorted(found, key=lambda row: (row["kernel"], row["dtype"], row["size"], row["of"], row["arch"]))
-
-
-def points(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """A row a method and budget, with its family: mean divergence and bytes over windows."""
-    windows: dict[Any, list[Row]] = {}
-    for row in families(record, rows):
-        windows.setdefault((row["family"], row["method"], row["budget"]), []).append(row)
-    return [
-        {"family": family, "method": method, "budget": budget}
-        | {name: mean(row[name] for row in mine) for name in ("kl", "bytes_share")}
-        for (family, method, budget), mine in windows.items()
-    ]
-
-
-def nearest(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """A row a family and closeness in nats a token: the method that comes so near for the fewest bytes, if one does."""
-    every = [point for point in points(record, rows) if point["family"] != CONTROLS]
-    found = []
-    for family, close in itertools.product(dict.fromkeys(point["family"] for point in every), CLOSE):
-        near = [point for point in every if point["family"] == family and point["kl"] <= close]
-        best = min(near, key=lambda point: point["bytes_share"], default={"family": family})
-        found.append({"method": None, "budget": None, "bytes_share": None, **best, "close": close})
-    return found
 
 
 # Plans
@@ -458,6 +384,6 @@ FRAMES: dict[str, Callable[[Record, Sequence[Row]], list[Row]]] = {
     one.__name__: one
     for one in (
         *(answered, by_mass, by_step, comparisons, errors, families, groups, heads, kernels, layers, limits),
-        *(looseness, nearest, needed, plans, reused, rounded),
+        *(looseness, nearest, needed, plans, ranked, reused, rounded),
     )
 }

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from benchmarks.scaling import picture
-from scripts.evidence import derived
+from scripts.evidence import derived, families
 from scripts.evidence.frames import Record, Row
 from scripts.evidence.tables import matches
 from sparseattn.evaluation.attention_stats import Inspection
@@ -141,7 +141,7 @@ def field(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
     """A panel a model: every method and budget a grey point, and a line for each of `LED`, with what one types."""
     figure, axes = panels.panel_grid(1, len(records), (2.7, 3.6), LED, sharey=True)
     for axis, record, mine in zip(axes.flat, records, rows, strict=True):
-        points = derived.points(record, mine)
+        points = families.points(record, mine)
         axis.scatter(
             [p["bytes_share"] for p in points], [p["kl"] for p in points], s=9, color="#c7c7c7", label="_every"
         )
