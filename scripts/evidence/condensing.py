@@ -129,7 +129,7 @@ def _bench(line: Line) -> Line:
     """Means, the worst heads, and the means of each layer where the heads were kept apart."""
     heads = line.get("heads", {})
     by_layer = {f"layers.{name}": [_mean(layer) for layer in values] for name, values in heads.items()}
-    return flattened(line, ("heads", "trace_meta", "rope", "tensors")) | _trace(line) | by_layer
+    return flattened(line, ("heads", "trace_meta", "rope", "tensors", "activity")) | _trace(line) | by_layer
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -153,8 +153,10 @@ def _recall(line: Line) -> Line:
     return flattened(line, ("trace_meta", "recipe")) | _trace(line)
 
 
-# Of an answer: what no table is made of.
-EVAL_DROPPED = ("prompt", "response", "answers", "source", "settings", "prefill_seconds", "index_seconds")
+# Of an answer: what no table is made of. Counts by layer are of its rows and bytes, of which means are kept.
+EVAL_DROPPED = (
+    *("prompt", "response", "answers", "source", "settings", "prefill_seconds", "index_seconds", "activity"),
+)
 
 
 def _eval(line: Line) -> Line:

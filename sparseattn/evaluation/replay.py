@@ -24,6 +24,7 @@ from sparseattn.core.budget import Budget, parse_budget
 from sparseattn.core.context import Heads, LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.core.selection import Selection
+from sparseattn.evaluation.replay_activity import replay_activity
 from sparseattn.evaluation.replay_settings import (
     Replay,
     ReplayOptions,
@@ -140,19 +141,14 @@ def evaluate_budgets(
         facts["every"] = how.every
     if how.codec is not None:
         facts["codec"] = str(how.codec)
-    return [
-        Evaluation(
-            trace.name,
-            repr(method),
-            kept_label(method.label(), how.codec),
-            budget,
-            facts,
-            tuple(layers),
-            {name: torch.stack([heads[i][name] for heads in per_layer]) for name in MEASURES},
-            {name: torch.stack([heads[i][f"{name} by step"] for heads in per_layer]) for name in steps},
-        )
-        for i, budget in enumerate(budgets)
-    ]
+    found = []
+    for i, budget in enumerate(budgets):
+        measured = {name: torch.stack([heads[i][name] for heads in per_layer]) for name in MEASURES}
+        by_step = {name: torch.stack([heads[i][f"{name} by step"] for heads in per_layer]) for name in steps}
+        activity = replay_activity(trace, layers, measured, how.last, how.every)
+        named = trace.name, repr(method), kept_label(method.label(), how.codec), budget
+        found.append(Evaluation(*named, facts, tuple(layers), measured, by_step, activity))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

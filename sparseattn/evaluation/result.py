@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn.core.activity import Activity
 from sparseattn.core.budget import Budget, budget_record
 from sparseattn.evaluation import measure_table
 from sparseattn.evaluation.step_measures import COUNTED
@@ -27,6 +28,7 @@ class Evaluation:
             KV head are repeated for its group). See `MEASURES`.
         steps: measure -> `[layers,H*G,T]` float32, the same token by token, of the measures that `evaluate` was asked
             for so.
+        activity: rows and bytes of the measured steps, by layer; None for heads that were put together elsewhere.
     """
 
     trace: str
@@ -37,6 +39,7 @@ class Evaluation:
     layers: tuple[int, ...]
     heads: dict[str, Tensor] = field(repr=False)
     steps: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    activity: Activity | None = field(default=None, repr=False)
 
     def mean(self, measure: str) -> float:
         """Mean over layers and heads that are not NaN; of `lookup_hits` over all lookups, whichever head's they are."""
@@ -90,6 +93,8 @@ class Evaluation:
             "mean": {name: json_number(self.mean(name)) for name in self.heads},
             "worst": {name: json_number(self.worst(name)) for name in self.heads},
         }
+        if self.activity is not None:
+            out["activity"] = self.activity.to_dict()
         if self.steps:
             out["steps"] = {
                 name: [[json_number(value) for value in layer] for layer in self.by_step(name).tolist()]

@@ -427,7 +427,10 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
     ("options", "sentence"),
     [
         (["--task", "passkeys"], "--task takes one or more of passkey, multikey, kv, variables, words, agreement"),
-        (["--protocol", "both"], "--protocol takes one or more of question, prefill, generate, separated by commas, got 'both'"),
+        (
+            ["--protocol", "both"],
+            "--protocol takes one or more of question, prefill, generate, separated by commas, got 'both'",
+        ),
         (["--task", "agreement"], "--task agreement needs --text, and only that task takes it"),
         (["--text", "x.txt"], "--task agreement needs --text, and only that task takes it"),
         (["--task", "agreement", "--text", "none.txt"], "none.txt is neither a file nor one of the texts by name ("),

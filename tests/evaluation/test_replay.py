@@ -196,6 +196,22 @@ def test_some_of_the_decoded_tokens_are_measured(trace: Trace, spec: str) -> Non
     assert (some.settings["every"], "every" in each.settings) == (4, False)
 
 
+def test_a_record_counts_what_its_steps_read_and_held(trace: Trace) -> None:
+    """The window reads sink and window of every step, and `Silent` does not say what it read to choose."""
+    settings = {"sink": 2, "window": 4, "last": 10}
+    row = 2 * 2 * 32 * trace.dtype.itemsize  # keys and values of two heads
+    for every, held in ((1, sum(range(191, 201))), (4, 194 + 198)):
+        result = evaluate(trace, Window(), 1, every=every, **settings)
+        one = result.record()["activity"]["by_layer"]["1"]
+        steps = 10 // every
+        assert (one["sparse_steps"], one["dense_steps"], one["rows_held"]) == (steps, 0, held)
+        assert (one["rows_read"], one["bytes_held"]) == (6 * steps, held * row)
+        assert one["bytes_read"] == pytest.approx(6 * steps * row, rel=1e-3)  # a mean of shares of ever more rows
+    assert evaluate(trace, Silent(), 3, **settings).activity.total.bytes_read is None
+    full = evaluate(trace, "exact", None, **settings).activity
+    assert full.total.rows_read == full.total.rows_held == 2 * sum(range(191, 201))
+
+
 def test_a_budget_may_be_a_text(trace: Trace) -> None:
     settings = {"sink": SINK, "window": WINDOW, "last": LAST}
     for text, number in (("10%", 0.1), ("20", 20), ("all", None)):
