@@ -70,7 +70,8 @@ def _check_effect(settings: Settings | None, longest: int | None, asked: bool) -
 
 
 def _described(settings: Settings) -> str:
-    zones = f"sink {settings.sink} and window {settings.window}; dense up to {settings.above:,} tokens"
+    least = "the length that the engine measures" if settings.measured else f"{settings.above:,} tokens"
+    zones = f"sink {settings.sink} and window {settings.window}; dense up to {least}"
     if settings.layers is not None:
         return f"{settings.called}; {zones}"
     return f"{settings.selector}: {settings.budget} tokens, {zones} and in the first {settings.dense_layers} layers"

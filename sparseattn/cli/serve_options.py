@@ -12,6 +12,7 @@ import typer
 
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
+from sparseattn.serving.vllm.above import AUTO
 from sparseattn.serving.vllm.defaults import ABOVE, BUDGET, DENSE_LAYERS, REFUSE, SELECTOR, SINK, WINDOW
 from sparseattn.serving.vllm.defaults import STOCK as STOCK_VLLM
 
@@ -63,12 +64,14 @@ class ServeOptions:
     trust: shared.Trust = None
     dense_layers: shared.DenseLayers = DENSE_LAYERS
     above: Annotated[
-        int,
+        str | None,
         typer.Option(
-            help="Sequences of at most this many tokens get full attention. The default comes from timings on CPUs; "
-            "`sparseattn machine` predicts from which length a GPU gains."
+            metavar=f"<int|{AUTO}>",
+            help=f"Sequences of at most this many tokens get full attention. {AUTO}: the engine measures at its start "
+            f"from which length it gains. Default: {AUTO} on CPUs, {ABOVE} on GPUs and with --tensor-parallel-size; "
+            "`sparseattn machine` predicts from which length a GPU gains.",
         ),
-    ] = ABOVE
+    ] = None
     on_mismatch: Annotated[
         str,
         typer.Option(
@@ -126,18 +129,32 @@ class ServeOptions:
 
         return None if self.plan is None else Plan.load(self.plan, self.modules)
 
+    @property
+    def dense_up_to(self) -> int | str:
+        """Tokens of a sequence that stays dense, or `AUTO`."""
+        from sparseattn.serving.vllm.installed import engine
+
+        if self.above is None:
+            return AUTO if engine().cpu and self.tensor_parallel_size == 1 else ABOVE
+        if self.above == AUTO:
+            return AUTO
+        try:
+            return values.row_count(self.above, "--above")
+        except ValueError:
+            raise ValueError(f'--above takes tokens, such as {ABOVE}, or {AUTO}, got "{self.above}"') from None
+
     @cached_property
     def settings(self) -> Settings | None:
         """How decoding reads the cache; None: by vLLM's own attention."""
         from sparseattn.serving.vllm.settings import Settings, parse
 
         if self.opened_plan is not None:
-            settings = Settings.of_plan(self.opened_plan, self.above)
+            settings = Settings.of_plan(self.opened_plan, self.dense_up_to)
         elif self.selector == STOCK:
             return None
         else:
-            names = ("selector", "budget", "sink", "window", "dense_layers", "above")
-            settings = parse({name: getattr(self, name) for name in names})
+            names = ("selector", "budget", "sink", "window", "dense_layers")
+            settings = parse({**{name: getattr(self, name) for name in names}, "above": self.dense_up_to})
         settings = replace(settings, on_mismatch=self.on_mismatch)
         return replace(settings, modules=os.getcwd()) if self.modules else settings
 

@@ -12,7 +12,7 @@ import torch
 
 from sparseattn.kernels.attend.dispatch import ATTEND
 from sparseattn.kernels.implementations import why_not_numba, why_not_triton
-from sparseattn.utils.devices import usable_device
+from sparseattn.utils.devices import processor, usable_device
 
 PACKAGES = (
     *("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib"),
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """Processor, usable cores, memory in GiB, and CUDA devices with their memory in GiB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    out: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": cores}
+    out: dict[str, Any] = {"platform": platform.platform(), "processor": processor(), "cores": cores}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         out["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     devices = []
@@ -74,13 +74,3 @@ def features() -> list[str]:
         return []
     flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
     return [name for name in FEATURES if name in flags]
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

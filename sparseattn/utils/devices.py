@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 import torch
 
@@ -39,3 +41,14 @@ def quarter_of_memory(device: torch.device | str = "cpu") -> int:
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 4
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+def processor() -> str:
+    """Return what the processor is called."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -28,7 +28,7 @@ from sparseattn.kernels.attend_vllm_blocks import cpu_tables
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
 from sparseattn.selectors.pages.base import PageSelector
-from sparseattn.serving.vllm import adapters, mismatch, self_test
+from sparseattn.serving.vllm import adapters, break_even, mismatch, self_test
 from sparseattn.serving.vllm.adapters import (
     Attention,
     CommonAttentionMetadata,
@@ -131,6 +131,8 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         try:
             self._fit(settings)
             self_test.check(self)
+            if settings.measured:
+                self.settings = settings = break_even.measured(self)
         except Exception as error:  # whatever calls of another vLLM than those known end with
             self._share(settings, dict.fromkeys(why, UNFIT))
             mismatch.met(settings.on_mismatch, error)

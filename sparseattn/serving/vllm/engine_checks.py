@@ -6,6 +6,8 @@ from typing import Any
 
 from sparseattn.core.no_effect import idle_above, refuse
 from sparseattn.serving.vllm import mismatch
+from sparseattn.serving.vllm.above import AUTO
+from sparseattn.serving.vllm.defaults import ABOVE
 from sparseattn.serving.vllm.installed import why_not_on_cuda, why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured
 
@@ -57,6 +59,10 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
+    if settings.measured and (parallel.tensor_parallel_size > 1 or vllm_config.device_config.device_type != "cpu"):
+        raise ValueError(
+            f"above {AUTO} is measured on CPUs, by one process for all heads: give a number of rows, such as {ABOVE}"
+        )
     if vllm_config.model_config is not None:  # None: no model is served by this configuration
         _check_model(vllm_config, settings)
 

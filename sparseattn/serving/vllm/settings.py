@@ -17,9 +17,10 @@ from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
 from sparseattn.serving.vllm import defaults
+from sparseattn.serving.vllm.above import AUTO
 from sparseattn.serving.vllm.defaults import REFUSE, STOCK
 from sparseattn.utils import json_text
-from sparseattn.utils.json_fields import Number, Object, Text
+from sparseattn.utils.json_fields import Either, Number, Object, Text
 from sparseattn.utils.suggest import did_you_mean
 
 KEY = "sparseattn"  # of vLLM's additional_config
@@ -33,7 +34,7 @@ FIELDS = Object(
         "sink": _ROWS,
         "window": Number(1, whole=True),
         "dense_layers": _ROWS,
-        "above": _ROWS,
+        "above": Either((_ROWS, Text(among=(AUTO,))), f'is rows or "{AUTO}"'),
         "modules": Text(),
         "on_mismatch": Text(),
     }
@@ -50,12 +51,13 @@ class Settings:
         sink: first rows, which every query reads, rounded up to whole entries of the index.
         window: last rows, likewise.
         dense_layers: first layers of full attention that stay dense.
-        above: rows of a sequence up to which all its attention stays dense.
+        above: rows of a sequence up to which all its attention stays dense; in JSON "auto" stands for `measured`.
         layers: of a plan, instead of selector and budget: the number of every layer of full attention, as text ->
             "dense", "window", or {"method": ..., "budget": ...}. Methods may differ, their pages and entries not.
         modules: folder, as a whole path, in which an engine looks for the module of a `module:Class` too, behind all
             folders of Python's; "": in none. Settings are what a user says, so that classes they name are imported.
         on_mismatch: what an engine does that is not as sparseattn knows it: "refuse" to start, or serve as "stock".
+        measured: whether the engine is to measure `above` at its start, see `break_even.py`.
     """
 
     selector: str = ""
@@ -67,9 +69,10 @@ class Settings:
     layers: Mapping[str, Any] | None = None
     modules: str = ""
     on_mismatch: str = REFUSE
+    measured: bool = False
 
     @classmethod
-    def of_plan(cls, plan: Plan, above: int = above) -> Settings:
+    def of_plan(cls, plan: Plan, above: int | str = above) -> Settings:
         """How an engine serves a plan.
 
         Raises:
@@ -80,8 +83,9 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return what `parse` makes them of."""
         unused = ["layers"] if self.layers is None else ["selector", "budget", "dense_layers"]
-        unused += ["modules"] * (not self.modules) + ["on_mismatch"] * (self.on_mismatch == REFUSE)
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
+        unused += ["modules"] * (not self.modules) + ["on_mismatch"] * (self.on_mismatch == REFUSE) + ["measured"]
+        written = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
+        return {**written, "above": AUTO} if self.measured else written
 
     def is_dense(self, layer: int) -> bool:
         """Whether a plan leaves a layer dense.
@@ -181,7 +185,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
     """
     if not isinstance(given, Mapping):
         raise ValueError(f'"{KEY}" is a JSON object such as {{"selector": "quest", "budget": 2048}}, got {given!r}')
-    known = [field.name for field in dataclasses.fields(Settings)]
+    known = [field.name for field in dataclasses.fields(Settings) if field.name != "measured"]
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known)
@@ -197,6 +201,8 @@ def parse(given: Mapping[str, Any]) -> Settings:
         raise ValueError(f'"{KEY}": on_mismatch is "{REFUSE}" or "{STOCK}", got {how!r}')
     if (folder := given.get("modules", "")) and not os.path.isabs(folder):
         raise ValueError(f'"{KEY}": modules is the whole path of a folder, got {folder!r}')
+    if given.get("above") == AUTO:
+        given = {**given, "above": 0, "measured": True}
     with _reaching(folder):
         if planned:
             settings = Settings(**{**given, "dense_layers": 0, "layers": _layers(given["layers"])})

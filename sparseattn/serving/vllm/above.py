@@ -1,0 +1,98 @@
+"""`--above auto`: from how many rows on a sparse step is faster than stock's, as an engine measures it at its start.
+
+The measurement itself is in `break_even.py`, within an engine. Here is what follows from it, and where it is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseattn.utils.cache_folder import cache_folder
+from sparseattn.utils.files import write_atomic
+from sparseattn.utils.json_fields import Items, Number, Object
+from sparseattn.utils.json_text import parse
+
+AUTO = "auto"
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # rows at which steps are timed
+GAIN = 0.97  # of stock's time: what a sparse step takes at most, to be faster beyond what timings vary by
+_FIELDS = Object({"timed": Items(Object({"rows": Number(1, whole=True), "stock": Number(0), "sparse": Number(0)}), 1)})
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step of one sequence.
+
+    Args:
+        rows: of the sequence.
+        stock, sparse: seconds of all sparse layers of the engine, by vLLM's own attention and by ours.
+    """
+
+    rows: int
+    stock: float
+    sparse: float
+
+    @property
+    def pays(self) -> bool:
+        return self.sparse <= GAIN * self.stock
+
+
+def lengths(near: int, longest: int) -> list[int]:
+    """Return the rows at which to time steps.
+
+    Args:
+        near: rows that a sparse step reads whatever it chooses, with its budget; in shorter sequences it reads all.
+        longest: of a sequence of the engine, 1 or more.
+    """
+    found = [rows for rows in LENGTHS if near < rows <= longest]
+    return found or [min(longest, LENGTHS[-1])]
+
+
+def pays_above(timed: Sequence[Timed], longest: int) -> int:
+    """Return the rows above which sequences are to be sparse: the least length from which every measured one pays.
+
+    `longest` where even the longest measured one does not, so that no sequence of the engine is sparse.
+    """
+    above = longest
+    for one in sorted(timed, key=lambda one: one.rows, reverse=True):
+        if not one.pays:
+            break
+        above = one.rows
+    return above
+
+
+def said(timed: Sequence[Timed], above: int, longest: int) -> str:
+    """Return a sentence of what was measured and what follows."""
+    each = "; ".join(f"{one.rows:,} rows {one.stock * 1e3:.2f} and {one.sparse * 1e3:.2f}" for one in timed)
+    measured = f"a step's attention in milliseconds, stock and sparse: {each}"
+    if above >= longest:
+        return f"{measured}. No sequence of this engine gains, so that all stay dense"
+    return f"{measured}. Sequences above {above:,} rows are sparse"
+
+
+def _file(what: Mapping[str, Any]) -> Path:
+    """Return where the times of an engine are kept: `what` is all that they depend on."""
+    import hashlib
+
+    name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "above" / f"{name}.json"
+
+
+def remembered(what: Mapping[str, Any]) -> list[Timed] | None:
+    """Return the times of an earlier start of such an engine; None: there are none, or none that can be read."""
+    try:
+        found = parse(_file(what).read_text())
+        _FIELDS.check(found, "times")
+    except (OSError, ValueError):
+        return None  # measured again, which takes seconds
+    return [Timed(int(one["rows"]), float(one["stock"]), float(one["sparse"])) for one in found["timed"]]
+
+
+def remember(what: Mapping[str, Any], timed: Sequence[Timed]) -> None:
+    """Keep times for the next start of such an engine."""
+    path = _file(what)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({"of": dict(what), "timed": [asdict(one) for one in timed]}, indent=1).encode())
