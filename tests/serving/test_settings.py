@@ -33,7 +33,7 @@ class Dropping(Evicts, Quest):
         ({"selector": "quest"}, "\"sparseattn\" needs 'budget', such as"),
         ({**GIVEN, "budgt": 1}, r"no setting 'budgt' \(did you mean 'budget'\?\); it takes selector, budget, sink"),
         ({**GIVEN, "budget": "64"}, r"budget is a whole number from 1 to 1e\+15, got '64'"),
-        ({**GIVEN, "above": True}, r"above is a whole number from 0 to 1e\+15, got True"),
+        ({**GIVEN, "above": True}, 'above is rows or "auto", got True'),
         ({**GIVEN, "selector": 3}, "selector is text, got 3"),
         ({**GIVEN, "window": 0}, "window is a whole number from 1 to .*, got 0"),
         ({**GIVEN, "sink": -1}, "sink is a whole number from 0 to .*, got -1"),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import SPARSE, ask, check_counts, engine, layers, llama, prompts
+from engines import ENGINE, SPARSE, ask, check_counts, engine, layers, llama, prompts
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
-from sparseattn.serving.vllm import counters, cpu, installed
+from sparseattn.serving.vllm import above as above_
+from sparseattn.serving.vllm import break_even, counters, cpu, engine_checks, installed
 from sparseattn.serving.vllm.mismatch import Mismatch
 from sparseattn.serving.vllm.settings import parse
 
@@ -157,7 +160,7 @@ LACKING = """
 import sys
 sys.modules["sparseattn.serving.vllm.cpu"] = None  # as if what it needs of vLLM were not there
 from pathlib import Path
-from engines import SPARSE, ask, engine, layers, prompts
+from engines import ENGINE, SPARSE, ask, engine, layers, prompts
 from sparseattn.serving.vllm import counters
 model = Path(sys.argv[1])
 for sparse, reasons in ((None, 0), ({**SPARSE, "on_mismatch": "stock"}, 1)):
@@ -182,3 +185,37 @@ def test_a_vllm_into_which_nothing_can_be_loaded_serves_unless_it_was_asked(mode
     assert "or with --on-mismatch stock" in last
     assert done.returncode == 1
     assert "which serves as it is" in done.stdout + done.stderr
+
+
+def test_an_engine_measures_from_which_length_it_gains(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once a machine: the next start finds the times. What was measured serves, as any number that is given."""
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path))
+    settings = {**SPARSE, "budget": 64, "above": "auto"}
+    before = counters.stats()
+    with engine(model, settings) as llm:
+        builder = builder_of(llm)
+        assert counters.stats() == before, "what is tried is not counted"
+        assert builder.settings == parse({**settings, "above": builder.settings.above})
+        (path,) = tmp_path.rglob("above/*.json")
+        (timed,) = json.loads(path.read_text())["timed"]  # the one length below the engine's longest
+        assert timed["rows"] == ENGINE["max_model_len"] == 1024
+        assert 0 < timed["stock"] < 10 > timed["sparse"] > 0
+        monkeypatch.setattr(break_even, "_timed", lambda builder, rows: pytest.fail("measured again"))
+        kept = builder.settings.above
+        builder.use(parse(settings))
+        assert builder.settings.above == kept
+        for sparse, above in ((2.0, 1024), (0.5, 599)):
+            monkeypatch.setattr(break_even, "remembered", lambda what, sparse=sparse: [above_.Timed(600, 1.0, sparse)])
+            builder.use(parse(settings))
+            assert builder.settings.above == above
+        llm.reset_prefix_cache()
+        answer = ask(llm, prompts(300, 700))
+        assert answer.stats.sparse_steps == 23 * len(builder.sparse), "the longer sequence alone is sparse"
+
+
+def test_what_cannot_be_measured_is_refused(model: Path) -> None:
+    config = SimpleNamespace(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="above auto is measured on CPUs, by one process for all heads: give a number"):
+        engine_checks._check_measured(SimpleNamespace(parallel_config=config), parse({**SPARSE, "above": "auto"}))

@@ -17,7 +17,7 @@ from sparseattn.utils.json_fields import Items, Number, Object
 from sparseattn.utils.json_text import parse
 
 AUTO = "auto"
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)  # rows at which steps are timed
+LENGTHS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)  # rows at which steps are timed
 GAIN = 0.97  # of stock's time: what a sparse step takes at most, to be faster beyond what timings vary by
 _FIELDS = Object({"timed": Items(Object({"rows": Number(1, whole=True), "stock": Number(0), "sparse": Number(0)}), 1)})
 
@@ -52,15 +52,15 @@ def lengths(near: int, longest: int) -> list[int]:
 
 
 def pays_above(timed: Sequence[Timed], longest: int) -> int:
-    """Return the rows above which sequences are to be sparse: the least length from which every measured one pays.
+    """Return the rows above which sequences are to be sparse: at the next length and all measured ones beyond it pays.
 
-    `longest` where even the longest measured one does not, so that no sequence of the engine is sparse.
+    `longest` where even the longest measured length does not pay, so that no sequence of the engine is sparse.
     """
     above = longest
     for one in sorted(timed, key=lambda one: one.rows, reverse=True):
         if not one.pays:
             break
-        above = one.rows
+        above = one.rows - 1
     return above
 
 
@@ -70,7 +70,7 @@ def said(timed: Sequence[Timed], above: int, longest: int) -> str:
     measured = f"a step's attention in milliseconds, stock and sparse: {each}"
     if above >= longest:
         return f"{measured}. No sequence of this engine gains, so that all stay dense"
-    return f"{measured}. Sequences above {above:,} rows are sparse"
+    return f"{measured}. Sequences of {above + 1:,} rows and more are sparse"
 
 
 def _file(what: Mapping[str, Any]) -> Path:

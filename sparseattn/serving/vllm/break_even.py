@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -61,7 +62,7 @@ def _depends_on(builder: Any, longest: int) -> dict[str, Any]:
         "sparseattn": __version__,
         "shape": [builder.num_heads, builder.num_kv_heads, builder.head_dim, str(builder.dtype), builder.block],
         "packing": builder.packing,
-        "methods": sorted(f"{impl.selector.label()}, {impl.pages} pages" for impl in builder.sparse),
+        "methods": Counter(f"{impl.selector.label()}, {impl.pages} pages" for impl in builder.sparse),
         "zones": [builder.settings.sink, builder.settings.window],
         "longest": longest,
     }
@@ -81,7 +82,7 @@ def _timed(builder: Any, rows: int) -> Timed:
 
 
 class Steps:
-    """One sequence in copies of a layer.
+    """One sequence in some of an engine's sparse layers, spread evenly over them.
 
     Args:
         builder: of the engine.
@@ -89,16 +90,16 @@ class Steps:
     """
 
     def __init__(self, builder: Any, rows: int) -> None:
-        self.builder, self.layers = builder, len(builder.sparse)
-        self.name = next(name for name, impl in builder.impls.items() if impl.sparse)
-        self.layer = builder.layers[self.name]
+        self.builder = builder
         heads, size, block = builder.num_kv_heads, builder.head_dim, builder.block
         blocks = -(-rows // block)
         shape = blocks + 1, heads, block, 2 * size  # block 0 is vLLM's null block
         each = blocks * heads * block * 2 * size * builder.dtype.itemsize
         draw = torch.Generator().manual_seed(0)
-        copies = min(-(-TOGETHER // each), self.layers)
-        self.caches = [torch.empty(shape, dtype=builder.dtype).normal_(generator=draw) for _ in range(copies)]
+        sparse = [name for name, impl in builder.impls.items() if impl.sparse]
+        count = min(-(-TOGETHER // each), len(sparse))
+        self.names, self.layers = [sparse[i * len(sparse) // count] for i in range(count)], len(sparse)
+        self.caches = [torch.empty(shape, dtype=builder.dtype).normal_(generator=draw) for _ in self.names]
         self.query = torch.empty(1, builder.num_heads, size, dtype=builder.dtype).normal_(generator=draw)
         self.row = torch.zeros(1, heads, size, dtype=builder.dtype)
         table = torch.arange(1, blocks + 1).int()[None]
@@ -111,18 +112,19 @@ class Steps:
         builder = copy.copy(self.builder)
         builder.settings, builder.made = settings, np.zeros(0, np.bool_)
         impls = []
-        for _ in self.caches:
-            impl = copy.copy(self.builder.impls[self.name])
+        for name in self.names:
+            impl = copy.copy(self.builder.impls[name])
             impl.sparse, impl.looked, impl.store, impl.counter = settings is not None, True, None, Counts()
             impls.append(impl)
         return builder, impls
 
     def run(self, builder: Any, impls: list[Any]) -> float:
-        """Return the seconds of a step of all sparse layers: its tables once, and what a copy takes for each layer."""
+        """Return the seconds of a step of all sparse layers: its tables once, and for each layer what these took."""
         began = time.perf_counter()
         metadata = builder.build(0, self.common)
         built = time.perf_counter()
-        for impl, cache in zip(impls, self.caches, strict=True):
-            adapters.attended(impl, self.layer, self.query, self.row, self.row, cache, metadata)
+        for name, impl, cache in zip(self.names, impls, self.caches, strict=True):
+            layer = self.builder.layers[name]
+            adapters.attended(impl, layer, self.query, self.row, self.row, cache, metadata)
         ended = time.perf_counter()
         return (built - began) + (ended - built) * self.layers / len(impls)

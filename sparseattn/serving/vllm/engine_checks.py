@@ -59,12 +59,19 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
-    if settings.measured and (parallel.tensor_parallel_size > 1 or vllm_config.device_config.device_type != "cpu"):
+    _check_measured(vllm_config, settings)
+    if vllm_config.model_config is not None:  # None: no model is served by this configuration
+        _check_model(vllm_config, settings)
+
+
+def _check_measured(vllm_config: Any, settings: Settings) -> None:
+    """ValueError for an engine that cannot measure `above`."""
+    if not settings.measured:
+        return
+    if vllm_config.parallel_config.tensor_parallel_size > 1 or vllm_config.device_config.device_type != "cpu":
         raise ValueError(
             f"above {AUTO} is measured on CPUs, by one process for all heads: give a number of rows, such as {ABOVE}"
         )
-    if vllm_config.model_config is not None:  # None: no model is served by this configuration
-        _check_model(vllm_config, settings)
 
 
 def check_platform(device: str, backend: Any) -> None:
