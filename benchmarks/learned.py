@@ -62,7 +62,7 @@ def ways(steps: int) -> list[Way]:
 
 
 def _codes(parts: int, steps: int) -> Train:
-    return lambda traces, out: train_codes(traces, out, CodesRecipe(parts, distil=steps))
+    return lambda traces, out: train_codes(traces, out, CodesRecipe(parts, distil=steps, ahead=0))
 
 
 def _index(recipe: IndexRecipe) -> Train:

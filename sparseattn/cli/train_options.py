@@ -23,7 +23,7 @@ OWNERS = {  # of other options; those that are not here are of `SAAP`
     "queries": (SAAP, QUERYPQ),
     "steps": (SAAP, *INDEXES),
     "rate": (SAAP, *INDEXES),
-    **dict.fromkeys(("subspaces", "bits", "reach", "distil"), (QUERYPQ,)),
+    **dict.fromkeys(("subspaces", "bits", "reach", "ahead", "distil"), (QUERYPQ,)),
     "width": INDEXES,
     "objective": (HATA,),
 }
@@ -136,6 +136,9 @@ class TrainOptions:
     reach: Annotated[
         float, typer.Option(help=f"For {QUERYPQ}: weight each key by its mean attention to this power, 0 to 1.")
     ] = 0.5
+    ahead: Annotated[
+        int, typer.Option(help=f"For {QUERYPQ}: number of tokens behind a prompt that its codes are made for too.")
+    ] = 8192
     distil: Annotated[
         int,
         typer.Option(
@@ -198,7 +201,8 @@ class TrainOptions:
         from sparseattn.training import CodesRecipe
 
         given = {name: getattr(self, name) for name in ("sample", "queries") if getattr(self, name) is not None}
-        return CodesRecipe(self.subspaces, self.bits, reach=self.reach, seed=self.seed, distil=self.distil, **given)
+        given |= {name: getattr(self, name) for name in ("reach", "ahead", "seed", "distil")}
+        return CodesRecipe(self.subspaces, self.bits, **given)
 
     @property
     def index_recipe(self) -> IndexRecipe:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.parameters.channel_calibration import Calibration
-from sparseattn.selectors.parameters.query_metric import codes_of, reached, share_kept
+from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, reached, share_kept
 from sparseattn.selectors.tokens.querypq import QueryPQ
 from sparseattn.training.calibrate import output_file
 from sparseattn.training.index_run import layers_of
@@ -39,6 +39,7 @@ class CodesRecipe:
 
     Args:
         subspaces, bits, reach, seed: see `QueryPQ`.
+        ahead: tokens behind each prompt that codes are made for too, see `QueryPQ`; 0: none.
         sample: keys of a KV head, over all prompts.
         queries: of each query head for the metric, over all prompts.
         distil: steps that fit centroids and the map of queries to the attention itself afterwards, in each layer.
@@ -54,6 +55,7 @@ class CodesRecipe:
     reach: float = 0.5
     seed: int = 0
     distil: int = 0
+    ahead: int = 8192
 
     def __post_init__(self) -> None:
         if self.distil < 0:
@@ -67,7 +69,7 @@ class CodesRecipe:
 
     def selector(self) -> QueryPQ:
         """Return a selector of these subspaces and bits, which knows what fits a head."""
-        return QueryPQ(self.subspaces, self.bits, reach=self.reach, seed=self.seed)
+        return QueryPQ(self.subspaces, self.bits, reach=self.reach, seed=self.seed, ahead=self.ahead)
 
 
 def train_codes(
@@ -141,8 +143,8 @@ def _layer(
     """Return what the keys of a layer are coded by, and the share of the logits' variance that it keeps."""
     drawn: list[dict[str, Tensor]] = []
     for prompt in prompts.train:
-        heads = range(prompts.shapes[index].heads)
-        parts = [_drawn(view, prompt, recipe, prompts) for _, view in load(prompts, prompt, index, heads, True, device)]
+        views = load(prompts, prompt, index, range(prompts.shapes[index].heads), True, device)
+        parts = [_drawn(view, prompt, recipe, prompts, index) for _, view in views]
         drawn.append({name: torch.stack([part[name] for part in parts]) for name in parts[0]})
         step()
     keys, queries, weights = (
@@ -158,10 +160,13 @@ def _layer(
     return codes, share
 
 
-def _drawn(view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: Prompts) -> dict[str, Tensor]:
+def _drawn(
+    view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: Prompts, index: int
+) -> dict[str, Tensor]:
     """Return a head's sample of one prompt: keys `[n,D]`, queries `[G,q,D]` and the keys' weights `[n]`.
 
-    Its rows are the same in all heads, drawn by the prompt.
+    Its rows are the same in all heads, drawn by the prompt. Half of the keys and queries have the RoPE of positions
+    behind the prompt, as far as the recipe looks ahead.
     """
     many, device = len(prompts.train), view.keys.device
     which = torch.randperm(len(view.keys), generator=stream(recipe.seed, METHOD, prompt.sha256))
@@ -171,6 +176,11 @@ def _drawn(view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: P
     queries, keys = view.query[:, at].to(device).float(), view.keys[which]
     asked, places = view.query_positions[at.to(device)], view.positions[which]
     weights = reached((queries * view.scale)[None], asked, keys[None], places)[0].pow(recipe.reach)
+    if recipe.ahead and (rope := prompts.ropes.get(index)) is not None:
+        first, draws = int(view.positions.max()) + 1, ("keys ahead", "queries ahead")
+        of_keys, of_queries = (stream(recipe.seed, METHOD, prompt.sha256, name) for name in draws)
+        keys = half_moved_ahead(keys.float(), places, first, recipe.ahead, rope, of_keys)
+        queries = half_moved_ahead(queries, asked, first, recipe.ahead, rope, of_queries)
     return {"keys": keys, "queries": queries, "weights": weights}
 
 

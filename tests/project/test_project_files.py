@@ -67,10 +67,11 @@ def test_a_release_is_checked_against_its_tag_before_it_is_uploaded() -> None:
 
 
 def test_pre_commit_runs_the_ruff_that_pyproject_pins() -> None:
-    (repository,) = loaded(".pre-commit-config.yaml")["repos"]
+    repository, schemas = loaded(".pre-commit-config.yaml")["repos"]
     (pinned,) = re.findall(r'"ruff==([\d.]+)"', PYPROJECT)
     assert repository["rev"] == f"v{pinned}"
     assert {hook["id"] for hook in repository["hooks"]} == {"ruff-check", "ruff-format"}
+    assert {hook["id"] for hook in schemas["hooks"]} == {"check-github-workflows", "check-dependabot"}
 
 
 def test_the_citation_is_of_this_version_and_licence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from sparseattn import KVCache, QueryPQ, evaluate, make_selector
 from sparseattn.cli.app import app
 from sparseattn.core.context import LayerContext
 from sparseattn.selectors.parameters.channel_calibration import Calibration, CalibrationError
-from sparseattn.selectors.parameters.query_metric import metric_of
+from sparseattn.selectors.parameters.query_metric import as_coded, metric_of
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
 from sparseattn.training import CodesRecipe, TrainingError, query_codes, train_codes
@@ -37,7 +38,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def trained(traces: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("trained") / "codes.safetensors"
-    train_codes(traces, file, CodesRecipe(4))
+    train_codes(traces, file, CodesRecipe(4, ahead=0))
     return file
 
 
@@ -66,11 +67,29 @@ def test_coding_with_a_file_is_coding_with_the_same_books_learned_here(traces: l
     assert torch.equal(own.select(query, 30).rows, filed.select(query, 30).rows)
 
 
+def test_codes_that_look_ahead_hold_for_positions_behind_the_prompts(tmp_path: Path) -> None:
+    """Keys of a common part, which RoPE turns on: what books of 500 positions lose of the same keys 1,500 further."""
+    made = synthetic(500, 2, 2, SIZE, layers=1, clusters=16, rope=True, seed=3)
+    layer, rope = made.layer(0), made.ropes[0]
+    plain = 4.0 + torch.randn(2, 500, SIZE, generator=torch.Generator().manual_seed(0))
+    keys, later = rope.rotate(plain, made.positions), rope.rotate(plain, made.positions + 1500)
+    known = {"model": "toy", "config_hash": "c0", "tokens_sha256": "prompt"}
+    Trace.build([replace(layer, keys=keys)], made.positions, known, "p").save(tmp_path / "trace.safetensors")
+    lost = {}
+    for ahead in (0, 4096):
+        file = tmp_path / f"{ahead}.safetensors"
+        train_codes([tmp_path / "trace.safetensors"], file, CodesRecipe(4, ahead=ahead))
+        codes = Calibration.load(file).layers[0]
+        turned = (later - codes["centre"][:, None]) @ codes["turn"].mT
+        lost[ahead] = float((turned - as_coded(turned, codes["centroids"].float())).square().mean())
+    assert lost[4096] < 0.5 * lost[0], lost
+
+
 def test_one_prompt_of_which_all_is_taken_teaches_what_it_teaches_its_own_cache(
     traces: list[Path], tmp_path: Path
 ) -> None:
     file = tmp_path / "one.safetensors"
-    train_codes(traces[:1], file, CodesRecipe(4), layers=[1])
+    train_codes(traces[:1], file, CodesRecipe(4, ahead=0), layers=[1])
     trace = Trace.open(traces[0])
     own = parameters(filled(QueryPQ(4, sample=0, share=1.0, ahead=0), trace))
     found = parameters(filled(QueryPQ(4, artefact=str(file)), trace, queries=False))
