@@ -100,9 +100,9 @@ def _rows(key: str, short: str, better: str, words: str, format: Format = COUNT)
 # lookups), or a budget (promised without a mass).
 _REPLAY = (
     _share("recall@{k}", "R@{k}", HIGH, FRACTION, "recall of the {k} best rows: of the exact ones among indexed rows"),
-    _share("mass", "mass", HIGH, Format(3), "recovered attention mass: on the rows attended, sink and window included"),
+    _share("mass", "mass", HIGH, Format(3), "attention mass: on the rows attended, sink and window included"),
     _share("indexed_mass", "far", HIGH, FRACTION, "attention beyond sink and window: of the head, not of the method"),
-    _share("recovered", "recovered", HIGH, FRACTION, "share recovered of the far attention: of that on indexed rows"),
+    _share("recovered", "recovered", HIGH, FRACTION, "recovered share of the far attention: of that on indexed rows"),
     _rows(
         "lookups", "sought", HIGH, f"lookups per token: indexed rows with {LOOKUP:.0%} of the weight or more", FRACTION
     ),

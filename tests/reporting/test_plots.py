@@ -97,7 +97,7 @@ def test_an_svg_has_text_and_every_colour_of_a_line_in_the_dark(tmp_path: Path) 
     tree = ElementTree.parse(tmp_path / "f.svg")
     svg = "{http://www.w3.org/2000/svg}"
     texts = ["".join(one.itertext()) for one in tree.iter(f"{svg}text")]
-    assert {"Method0", "Method9", "recovered attention mass"} <= set(texts)
+    assert {"Method0", "Method9", "attention mass"} <= set(texts)
     rules = next(tree.iter(f"{svg}style")).text or ""
     light, _, dark = rules.partition("@media (prefers-color-scheme:dark)")
     drawn = set(re.findall(r"(?:stroke|fill): (#[0-9a-f]{6})", (tmp_path / "f.svg").read_text()))

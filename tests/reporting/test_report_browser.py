@@ -159,7 +159,7 @@ def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None
     view = page.locator("#frontier figure.lines")
     assert "relative output error" in view.locator("svg").first.inner_html()
     view.locator("select").first.select_option("recovered")
-    assert "share recovered of the far attention" in view.locator("svg").first.inner_html()
+    assert "recovered share of the far attention" in view.locator("svg").first.inner_html()
     plot = view.locator(".plot")
     plot.locator("g[data-method=quest][aria-label=dot] > *").first.hover(force=True)
     assert plot.locator(".tip").inner_text().startswith("quest\nbudget ")
