@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparseattn.models.errors import ModelError
+from sparseattn.models.native_choice import PASSED, choice_of, passed
 
 PREFIX = "sparseattn_"  # of the names that this module registers
 _ORIGINALS: dict[str, str] = {}  # such a name -> the implementation that it stands in for
@@ -132,16 +133,29 @@ def delegate(call: Call, original: str) -> tuple[Tensor, Any]:
     Returns:
         Output `[B,n,HG,D]` and what the implementation returns beside it.
 
+    Where the model has an index of its own, what that chose is applied, as the model itself does with its own names.
+
     Raises:
         ModelError: the model's code has no function of that name.
     """
+    mask, options = _with_choice(call)
     home: Any = sys.modules[type(call.module).__module__]
     function = home.ALL_ATTENTION_FUNCTIONS.get_interface(original, getattr(home, "eager_attention_forward", None))
     if function is None:
         raise ModelError(f"{home.__name__} has no eager_attention_forward to run")
     module = call.module if original in NAMELESS else _with_config_naming(call.module, original)
-    out, weights = function(module, call.query, call.key, call.value, call.mask, **call.options)
+    out, weights = function(module, call.query, call.key, call.value, mask, **options)
     return out, weights
+
+
+def _with_choice(call: Call) -> tuple[Any, dict[str, Any]]:
+    """Return the mask and the options of a call, what the model's own index chose applied to the mask."""
+    if passed(call.options) is None:
+        return call.mask, call.options
+    tokens, columns = call.query.shape[2], call.key.shape[2]
+    choice = choice_of(call.module, call.options, call.mask, tokens, columns, padded=True)
+    options = {name: value for name, value in call.options.items() if name not in PASSED}
+    return choice.as_mask(call.query, call.query.shape[1]), options
 
 
 def _with_config_naming(module: Any, original: str) -> Any:

@@ -30,3 +30,10 @@ def cache_in(inputs: Mapping[str, Any]) -> Any:
         if (cache := inputs.get(name)) is not None:
             return cache
     return None
+
+
+def installed() -> str:
+    """Return the installed transformers with its version, for sentences."""
+    import transformers
+
+    return f"transformers {transformers.__version__}"

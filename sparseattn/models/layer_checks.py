@@ -10,6 +10,7 @@ from sparseattn.core.budget import Budget, budget_of
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
+from sparseattn.models.native_index import keeps_index
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
@@ -26,6 +27,16 @@ def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
     raise ValueError(
         f"dense_layers is how many of the first layers stay dense, 0 to {layers}, or a list of layers, got {given!r}"
     )
+
+
+def check_native(given: Mapping[str, object]) -> None:
+    """Refuse, by ValueError, arguments beside `native` that choose or keep rows; None: an argument was left out."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"native=True reads the rows that the model's own index chose, kept as they came: leave {name} out, "
+                f"got {value!r}"
+            )
 
 
 def loaded_roles(
@@ -88,7 +99,7 @@ def dense_by_roles(
 
 def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:
     """Return the layers that attend to the whole context, as far as is known."""
-    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer or keeps_index(layer)]
     return [i for i in able if i not in found or found[i].window is None]
 
 

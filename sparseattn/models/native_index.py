@@ -1,0 +1,86 @@
+"""The index that an attention layer of a model has of its own: whether there is one, and whether it can be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseattn.models.native_choice import has_index, passed
+from sparseattn.models.transformers_classes import DynamicLayer
+
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of multi-head latent attention
+CLOSE = 1e-2  # of the norm, between a projection of 16 bits and the same one here
+
+
+@dataclass(frozen=True)
+class NativeIndex:
+    """An index of a layer's own.
+
+    Args:
+        passes: the name under which the layer passes what it chose; None: it folds that into its mask.
+        latent: whether the layer keeps one latent for all heads (MLA).
+        unreadable: why it cannot be followed, in words; None: it can.
+    """
+
+    passes: str | None
+    latent: bool
+    unreadable: str | None
+
+
+def keeps_index(layer: Any) -> bool:
+    """Whether a cache layer of transformers keeps the keys of an index beside keys and values."""
+    return isinstance(layer, DynamicLayer) and (hasattr(layer, "update_indexer") or hasattr(layer, "update_index"))
+
+
+def native_index(module: nn.Module, options: Mapping[str, Any]) -> NativeIndex | None:
+    """Return the index of a layer's attention, by a call of it; None where it has none."""
+    if not has_index(module, options):
+        return None
+    name, latent = passed(options), hasattr(module, "expand_kv")
+    return NativeIndex(name, latent, _unreadable(module, name) if latent else None)
+
+
+def _unreadable(module: Any, name: str | None) -> str | None:
+    """Return why a latent layer cannot be followed, in words."""
+    kind = type(module).__name__
+    if name is None:
+        return f"{kind} passes no indices and folds them into a mask over keys that it expands at every step"
+    if getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False):
+        return f"{kind} shares latents between layers"
+    lacking = [size for size in SIZES if not isinstance(getattr(module, size, None), int)]
+    if lacking:
+        return f"{kind} has no {lacking[0]}, which multi-head latent attention has"
+    projection = getattr(module, "kv_b_proj", None)
+    if not isinstance(projection, nn.Linear) or projection.bias is not None:
+        return f"{kind} projects latents by {type(projection).__name__}, and a linear layer without bias is read"
+    return None if _expands(module) else f"{kind} makes keys and values of latents in another way than MLA"
+
+
+@torch.no_grad()
+def _expands(module: Any) -> bool:
+    """Whether a layer makes keys and values of latents by its projection alone."""
+    weight: Tensor = module.kv_b_proj.weight
+    rank, rope = module.kv_lora_rank, module.qk_rope_head_dim
+    draw = torch.Generator().manual_seed(0)
+    latents, turned = (
+        torch.randn(1, 1, 3, size, generator=draw).to(weight.device, weight.dtype) for size in (rank, rope)
+    )
+    keys, values = module.expand_kv(latents, turned)
+    to_keys, to_values = projections(module)
+    expected = torch.cat(
+        [torch.einsum("bonr,hkr->bhnk", latents, to_keys), turned.expand(-1, len(to_keys), -1, -1)], -1
+    )
+    summed = torch.einsum("bonr,hvr->bhnv", latents, to_values)
+    pairs = ((keys, expected), (values, summed))
+    return all(x.shape == y.shape and bool((x - y).float().norm() <= CLOSE * y.float().norm()) for x, y in pairs)
+
+
+def projections(module: Any) -> tuple[Tensor, Tensor]:
+    """Return what makes keys `[H,K,R]` and values `[H,V,R]` of latents of R channels, views of the weights."""
+    keys = module.qk_nope_head_dim
+    weight = module.kv_b_proj.weight.view(-1, keys + module.v_head_dim, module.kv_lora_rank)
+    return weight[:, :keys], weight[:, keys:]
