@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.sparse_layer import SparseLayer
 
 
 class KeepsIndex(SparseLayer):
-    """A sparse layer that the model's own indexer finds its keys in."""
+    """A sparse layer that the model's own indexer finds its keys in.
 
-    def __init__(self, parts: Any, impl: str | None = None) -> None:
+    Args:
+        parts, impl: as of a `SparseLayer`.
+        capacity: keys of the index to allocate at once.
+    """
+
+    def __init__(self, parts: Sequence[SparseHeads], impl: str | None = None, capacity: int = 0) -> None:
         super().__init__(parts, impl)
+        self._capacity = capacity
         self._index: RowBuffer | None = None
         self._positions: Tensor | None = None
 
@@ -28,7 +35,7 @@ class KeepsIndex(SparseLayer):
 
     def _grown(self, keys: Tensor, dim: int) -> Tensor:
         if self._index is None:
-            self._index = RowBuffer(dim)
+            self._index = RowBuffer(dim, self._capacity)
         self._shorten_index()  # a pass that was cut short has left some
         self._index.append(keys)
         return self._index.data

@@ -36,7 +36,7 @@ class NativeLayer(KeepsIndex):
     def __init__(self, heads: int, capacity: int = 0, impl: str | None = None) -> None:
         self.heads = heads
         self.stored: Listed = self._storage(capacity)
-        super().__init__((), impl)
+        super().__init__((), impl, capacity)
 
     def _storage(self, capacity: int) -> Listed:
         return ListedRows(capacity)
