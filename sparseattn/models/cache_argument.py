@@ -32,8 +32,13 @@ def cache_in(inputs: Mapping[str, Any]) -> Any:
     return None
 
 
-def installed() -> str:
-    """Return the installed transformers with its version, for sentences."""
+def version() -> str:
+    """Return the version of the installed transformers."""
     import transformers
 
-    return f"transformers {transformers.__version__}"
+    return str(transformers.__version__)
+
+
+def installed() -> str:
+    """Return the installed transformers with its version, for sentences."""
+    return f"transformers {version()}"

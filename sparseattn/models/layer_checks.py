@@ -10,7 +10,6 @@ from sparseattn.core.budget import Budget, budget_of
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
-from sparseattn.models.native_index import keeps_index
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
@@ -97,9 +96,14 @@ def dense_by_roles(
     return tuple(sorted({*dense, *(i for i in roles.layers if roles.dense(i))}))
 
 
+def _keeps_index(layer: Any) -> bool:
+    """Whether a cache layer of transformers keeps the keys of an index beside keys and values."""
+    return isinstance(layer, DynamicLayer) and (hasattr(layer, "update_indexer") or hasattr(layer, "update_index"))
+
+
 def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:
     """Return the layers that attend to the whole context, as far as is known."""
-    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer or keeps_index(layer)]
+    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer or _keeps_index(layer)]
     return [i for i in able if i not in found or found[i].window is None]
 
 

@@ -49,6 +49,12 @@ class NativeChoice(ABC):
     def listed(self, token: int) -> Tensor:
         """Return `[B,Hs,S]` int64: the columns that a token reads; -1 is unused."""
 
+    def packed(self, token: int, slots: int) -> Tensor:
+        """Return `listed` as `[B,Hs,slots]`, what is used first, in its order."""
+        rows = self.listed(token)
+        rows = rows.gather(-1, (rows < 0).to(torch.int8).argsort(dim=-1, stable=True))
+        return torch.nn.functional.pad(rows, (0, max(slots - rows.shape[-1], 0)), value=-1)[..., :slots]
+
     def selection(self, token: int, heads: int) -> Selection:
         """Return the columns that a token reads, for H = `heads` KV heads."""
         rows = self.listed(token)

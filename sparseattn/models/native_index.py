@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparseattn.models.errors import ModelError
 from sparseattn.models.native_choice import has_index, passed
-from sparseattn.models.transformers_classes import DynamicLayer
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of multi-head latent attention
 CLOSE = 1e-2  # of the norm, between a projection of 16 bits and the same one here
@@ -29,11 +30,6 @@ class NativeIndex:
     passes: str | None
     latent: bool
     unreadable: str | None
-
-
-def keeps_index(layer: Any) -> bool:
-    """Whether a cache layer of transformers keeps the keys of an index beside keys and values."""
-    return isinstance(layer, DynamicLayer) and (hasattr(layer, "update_indexer") or hasattr(layer, "update_index"))
 
 
 def native_index(module: nn.Module, options: Mapping[str, Any]) -> NativeIndex | None:
@@ -84,3 +80,46 @@ def projections(module: Any) -> tuple[Tensor, Tensor]:
     keys = module.qk_nope_head_dim
     weight = module.kv_b_proj.weight.view(-1, keys + module.v_head_dim, module.kv_lora_rank)
     return weight[:, :keys], weight[:, keys:]
+
+
+def native_lists(calls: Mapping[int, tuple[nn.Module, Mapping[str, Any]]], tokens: int) -> dict[int, tuple[int, int]]:
+    """Return, of each layer with an index of its own, how many lists of how many rows it chooses of so many tokens.
+
+    Args:
+        calls: the module and the options of a call of each layer.
+        tokens: of the text.
+
+    Raises:
+        ModelError: an index that does not say how many rows it chooses.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    latest = None
+    for layer in sorted(calls):
+        module, options = calls[layer]
+        if not has_index(module, options):
+            continue
+        indexer = getattr(module, "indexer", None)
+        latest = latest if indexer is None else _rows_of(indexer)  # without one of its own it reads the last one's
+        if latest is None:
+            raise ModelError(
+                f"the index of layer {layer}, a {type(indexer or module).__name__}, does not say how many rows it "
+                f"chooses: none of {', '.join(map(' and '.join, ROWS))} is in it"
+            )
+        lists = options["block_indices"].shape[1] if passed(options) == "block_indices" else 1
+        found[layer] = lists, min(latest, tokens)
+    return found
+
+
+ROWS = (("index_topk",), ("topk_blocks", "block_size"), ("token_budget", "compress_ratio"))
+
+
+def _rows_of(indexer: Any) -> int | None:
+    """Return the most rows that an index chooses."""
+    for names in ROWS:
+        sizes = [size for name in names if isinstance(size := getattr(indexer, name, None), int)]
+        if len(sizes) < len(names):
+            continue
+        if names[0] == "token_budget":
+            return sizes[0] + sizes[1] - 1  # QSA reads the rows of an unfinished group besides
+        return math.prod(sizes)
+    return None
