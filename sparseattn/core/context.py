@@ -31,10 +31,12 @@ class Recorded(NamedTuple):
     Args:
         rows: `[Hs,Q,S]` integers: positions of tokens, best first where the index ranks them, -1 for unused places.
         first: position of the first of the Q tokens that it chose for; the others follow.
+        row_bytes: bytes of its keys for each token, one copy for all heads; None: not known.
     """
 
     rows: Tensor
     first: int
+    row_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -200,7 +200,8 @@ class _Run:
             return None
         rows, queries = layer.native.long(), layer.query.shape[2]
         at = torch.where(rows < 0, -1, self.positions[rows.clamp(min=0)])
-        return Recorded(at, int(self.positions[len(self.positions) - queries]))
+        row_bytes = self.trace.meta.get("native_row_bytes", {}).get(str(layer.index))
+        return Recorded(at, int(self.positions[len(self.positions) - queries]), row_bytes)
 
     @functools.cached_property
     def positions(self) -> Tensor:

@@ -30,7 +30,7 @@ from sparseattn.models.errors import ModelError
 from sparseattn.models.exclusive import alone, quiet
 from sparseattn.models.lookahead_queries import Foresight
 from sparseattn.models.native_choice import NativeChoice, choice_of
-from sparseattn.models.native_index import native_lists
+from sparseattn.models.native_index import key_bytes, native_lists
 from sparseattn.models.trace_origin import origin
 from sparseattn.traces.trace import LayerShape, Trace, TraceError
 from sparseattn.traces.trace_format import NATIVE
@@ -115,6 +115,8 @@ def capture(
         shapes = [_shape(seen[i], queries, ahead and i > min(seen), lists.get(i)) for i in wanted]
         stored = dtype or seen[wanted[0]].key.dtype
         meta = origin(model, input_ids, original, stored, model_id, text)
+        if lists:
+            meta["native_row_bytes"] = {str(i): key_bytes(seen[i].module) for i in lists}
         if keep and os.path.exists(path):
             return _kept(path, shapes, stored, meta, pieces is not None)
         with TraceWriter(path, shapes, positions, stored, meta, pieces) as writer:

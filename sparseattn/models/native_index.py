@@ -123,3 +123,16 @@ def _rows_of(indexer: Any) -> int | None:
             return sizes[0] + sizes[1] - 1  # QSA reads the rows of an unfinished group besides
         return math.prod(sizes)
     return None
+
+
+def key_bytes(module: nn.Module) -> int | None:
+    """Return the bytes of a token's keys in a layer's index: 0 where it reads the choice of another layer; None: it
+    does not say."""
+    indexer: Any = getattr(module, "indexer", None)
+    if indexer is None:
+        return 0
+    size = getattr(indexer, "index_head_dim", getattr(indexer, "head_dim", None))
+    width = next((weight.element_size() for weight in indexer.parameters()), None)
+    if not isinstance(size, int) or width is None:
+        return None
+    return size * int(getattr(indexer, "index_kv_heads", 1)) * width

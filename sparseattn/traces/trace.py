@@ -21,7 +21,8 @@ The file, format version 1 (any safetensors reader opens it):
               sliding window (row t sees rows t-window+1 .. t) or null; `rope` is a k or null
     ropes     JSON list of {"scaling", "interleaved"}, one for each k
     meta      JSON object: model id, config hash, `model_layers` (how many the model has), source of the text, versions,
-              what could not be recorded and why
+              `native_row_bytes` (of layers with `native`, bytes of a token's keys in the index), what could not be
+              recorded and why
     pieces    in traces made with `capture(pieces=)`, JSON list of T strings: the text of each token, empty where
               another token has its character; earlier releases leave it aside
     hashes    JSON object: name of each tensor -> its SHA-256, as `traces.trace_format.TensorHash` makes it; files of

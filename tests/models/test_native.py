@@ -12,6 +12,7 @@ from sparseattn import Selection, attend
 from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
+from sparseattn.models.lossless import generate_lossless
 from sparseattn.models.native_choice import choice_of
 from sparseattn.models.native_index import native_index
 from sparseattn.models.prefill import Prefill
@@ -158,6 +159,9 @@ def test_models_that_native_refuses() -> None:
     model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
     with pytest.raises(ModelError, match=r"layer 1 .* projects latents by Sequential"):
         SparseCache(model, native=True)
+    ids = inputs()["input_ids"]
+    with pytest.raises(ModelError, match="full attention is not what it does"):
+        generate_lossless(native("minimax_m3_vl"), ids, "quest", 16, max_new_tokens=4, do_sample=False)
     model = native("glm_moe_dsa")
     own = model.model.layers[2].self_attn
     own.expand_kv = lambda latents, turned: [2 * x for x in type(own).expand_kv(own, latents, turned)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import Exact, Quest, evaluate
+from sparseattn.evaluation.native_overlap import native_overlap
 from sparseattn.models.capture import capture
 from sparseattn.selectors.baselines.native import Native
 from sparseattn.traces.trace import Trace, TraceError, TraceLayer
@@ -65,6 +66,11 @@ def test_a_trace_holds_what_the_index_chose(family: str, tmp_path: Path) -> None
     trace.verify()
     trace.save(tmp_path / "copy.safetensors")
     assert (tmp_path / "copy.safetensors").read_bytes() == (tmp_path / "t.safetensors").read_bytes()
+    layers, overlap = native_overlap(trace)
+    assert layers == list(expected)
+    first, second = (expected[index][:, -40:] for index in layers)
+    torch.testing.assert_close(overlap.diagonal(), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(overlap[1, 0].float(), ((first & second).sum(-1) / second.sum(-1)).mean())
     with pytest.raises(ValueError, match="holds nothing of it for layers"):
         evaluate(Trace.build([_without(trace.layer(index))], trace.positions), Native(), 8, sink=0, window=1, last=4)
 
@@ -81,6 +87,9 @@ def _replayed(trace: Trace, index: int, chosen: Tensor) -> None:
     read = read.expand(heads, -1, -1)[:, None]
     mass = (weights * read).sum(-1).mean(-1).flatten()
     torch.testing.assert_close(found.heads["mass"][0].float(), mass, rtol=0, atol=1e-5)
+    index_bytes = 16 * 4 / (heads * 2 * 16 * 4)  # of a row's key and value in one head
+    share = found.heads["bytes_share"][0] - found.heads["attended_share"][0]
+    torch.testing.assert_close(share, torch.full_like(share, index_bytes), rtol=0.02, atol=0)
     rows = read.sum(-1).double().mean(-1).expand(-1, group).flatten()
     torch.testing.assert_close(found.heads["attended"][0], rows)
     few = evaluate(trace, Native(), 4, sink=0, window=1, last=last, layers=[index], seal=1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import Scan
 from sparseattn.selectors.abilities import ReplaysNative
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
@@ -49,3 +50,9 @@ class Native(ReplaysNative, Selector):
         place = torch.where(found & (wanted >= 0), place.view_as(wanted), -1)
         order = (place < 0).to(torch.int8).argsort(dim=-1, stable=True)  # what lies in the sealed zone first
         return Selection.tokens(place.gather(-1, order)[..., :budget])
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        recorded = self.layer_context.native
+        if recorded is None or recorded.row_bytes is None:
+            return None
+        return Scan(sealed, sealed * recorded.row_bytes / query.shape[1])  # its keys serve all heads
