@@ -82,6 +82,16 @@ def name_of(model: Any) -> str:
     return model.config._name_or_path or type(model).__name__
 
 
+def register(name: str, function: Callable[..., tuple[Tensor, Any]], original: str) -> None:
+    """Tell transformers of an attention function under a name, with the masks of the implementation `original`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(name, function)
+    if original in ALL_MASK_ATTENTION_FUNCTIONS:  # without a function of the same name there would be no mask at all
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+
+
 class Route:
     """Send a model's attention calls to `function`, with the masks of its own implementation, from `set` to `undo`.
 
@@ -94,16 +104,12 @@ class Route:
     """
 
     def __init__(self, model: Any, original: str, purpose: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers import PreTrainedModel
 
-        # One name for each implementation. It contains the original's, which models look for "flash" in. Without a
-        # mask function of the same name there would be no mask at all.
+        # One name for each implementation. It contains the original's, which models look for "flash" in.
         self.name = f"{PREFIX}{purpose}_{original.replace('/', '_')}"
         _ORIGINALS[self.name] = original
-        AttentionInterface.register(self.name, function)
-        if original in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(self.name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+        register(self.name, function, original)
         # Not through set_attn_implementation, which would look on the hub for a kernel of a name with "flash" in it,
         # and not through the configs' property, which would change the sub-configs of a config with it.
         configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}

@@ -13,6 +13,7 @@ from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lossless import generate_lossless
+from sparseattn.models.native_attention import register
 from sparseattn.models.native_choice import choice_of
 from sparseattn.models.native_index import native_index
 from sparseattn.models.prefill import Prefill
@@ -180,3 +181,25 @@ def test_a_choice_of_another_form_is_refused() -> None:
         with pytest.raises(ModelError, match=words):
             choice_of(module, options, None, tokens=1, columns=40, padded=False)
     assert native_index(torch.nn.Identity(), {}) is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name == "minimax_m3_vl" else SLOW)
+        for name in FAMILIES
+        if name not in ("qwen4_exp", "hy_v4")  # which pass no choice, or do more than softmax
+    ],
+)
+def test_native_attention_by_itself(family: str) -> None:
+    model, given = native(family, "sdpa"), inputs(2, 9)
+    expected = generate(model, plain(model), given)
+    model.set_attn_implementation(register())
+    same(generate(model, plain(model), given), expected)
+
+
+def test_native_attention_refuses_sinks() -> None:
+    model = native("hy_v4")
+    model.set_attn_implementation(register())
+    with pytest.raises(ModelError, match=r"learned sink .* use SparseCache\(native=True\)"):
+        model(inputs()["input_ids"])
