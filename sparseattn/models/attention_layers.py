@@ -98,10 +98,14 @@ def _described(call: Call, rope: Rope | None, sharing: Sequence[int]) -> Attenti
     beyond = beyond_softmax(call)
     if len(sharing) > 1:
         beyond = f"shares its keys with other layers (all of {', '.join(map(str, sharing))})"
-    if call.value.shape[-1] != size:
-        beyond = f"has keys of {size} dimensions and values of {call.value.shape[-1]}"
     index = native_index(call.module, call.options)
-    if index is not None and index.latent:
-        beyond = "keeps one latent of keys and values for all heads (MLA; its own index runs with native=True)"
+    if index is not None and index.latent and call.value.shape[-1] <= size:
+        beyond = (
+            beyond
+            if index.unreadable is None
+            else f"has an index of its own that cannot be left out ({index.unreadable})"
+        )
+    elif call.value.shape[-1] != size:
+        beyond = f"has keys of {size} dimensions and values of {call.value.shape[-1]}"
     group, where = call.query.shape[1] // heads, (call.key.dtype, call.key.device)
     return AttentionLayer(heads, group, size, call.scale, call.window, beyond, rope, *where, index)

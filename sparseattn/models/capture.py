@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparseattn.core.rope import Rope
@@ -193,6 +194,7 @@ class _Recorder:
         start, n = self._start, call.query.shape[2]
         # A cache may hand out more keys than the new ones; these come last, in sliding layers too.
         query, keys, values = call.query[0], call.key[0, :, -n:], call.value[0, :, -n:]
+        values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))  # of MLA, see `_shape`
         self._verify(index, query, keys)
         self._write_queries(index, "query", start, query.unflatten(0, (keys.shape[0], -1)))
         if index in self.foresight.queries:
@@ -267,7 +269,7 @@ class _Recorder:
             seen = seen & choice.allowed()[0, :, None, -query.shape[2] :]  # [Hs,1,n,N]
         logits = (query.flatten(1, 2) @ keys.mT * call.scale).unflatten(1, query.shape[1:3])  # [H,G,n,N]
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        ours = (weights.flatten(1, 2) @ values).view_as(query)
+        ours = (weights.flatten(1, 2) @ values).unflatten(1, query.shape[1:3])
         theirs = out[0, -COMPARED:].float().movedim(0, -2).view_as(ours)
         off = ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
         if not off <= max(1e-3, 8 * torch.finfo(out.dtype).eps):
@@ -346,7 +348,7 @@ def _kept(
 
 def _shape(call: Call, queries: int, ahead: bool, native: tuple[int, int] | None) -> LayerShape:
     _, heads, _, size = call.key.shape
-    if call.value.shape[-1] != size:
+    if call.value.shape[-1] != size and (native is None or call.value.shape[-1] > size):
         raise ModelError(
             f"layer {call.layer} has keys of {size} dimensions and values of {call.value.shape[-1]}; a trace holds "
             "layers whose keys and values are of one size"

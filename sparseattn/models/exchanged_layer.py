@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.models.attention_routing import Call
@@ -34,3 +35,19 @@ class ExchangedLayer(KeepsIndex):
             return seen
         least = torch.finfo(call.query.dtype).min
         return torch.zeros(seen.shape, dtype=call.query.dtype, device=seen.device).masked_fill(~seen, least)
+
+
+class ExpandedLayer(ExchangedLayer):
+    """Such a layer of a model that keeps latents (MLA): keys and values of every head are kept instead.
+
+    A new token's latent is expanded by the model once and never again. Values that are narrower than keys are stored
+    with zeros behind them.
+    """
+
+    def _given(self, call: Call) -> bool:
+        return self.unattended is not None  # what `update` was given are latents
+
+    def attend(self, call: Call, run: Run) -> Tensor:
+        size = call.value.shape[-1]
+        padded = F.pad(call.value, (0, call.key.shape[-1] - size))
+        return super().attend(replace(call, value=padded), run)[..., :size]

@@ -16,7 +16,7 @@ from sparseattn.selectors.baselines.native import Native
 from sparseattn.traces.trace import Trace, TraceError, TraceLayer
 from tests.models.tiny_native import native
 
-TOKENS = 90
+TOKENS, SLOW = 90, pytest.mark.slow
 
 
 def chosen_by_hooks(model: Any, ids: Tensor) -> dict[int, Tensor]:
@@ -25,13 +25,17 @@ def chosen_by_hooks(model: Any, ids: Tensor) -> dict[int, Tensor]:
 
     def note(module: Any, _: Any, result: Tensor) -> None:
         tokens = ids.shape[1]
+        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         if result.dtype == torch.bool:
             out[module.layer_idx] = result[0]
+        elif result.ndim == 3:
+            out[module.layer_idx] = (
+                torch.zeros(1, tokens, tokens, dtype=torch.bool).scatter(2, result.long(), True) & seen
+            )
         else:
             blocks = torch.zeros(*result.shape[1:3], -(-tokens // module.block_size), dtype=torch.bool)
             for head, token in torch.cartesian_prod(*map(torch.arange, result.shape[1:3])).tolist():
                 blocks[head, token, [block for block in result[0, head, token].tolist() if block >= 0]] = True
-            seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
             out[module.layer_idx] = blocks.repeat_interleave(module.block_size, -1)[..., :tokens] & seen
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if type(m).__name__.endswith("Indexer")]
@@ -49,11 +53,15 @@ def rows_of(layer: TraceLayer) -> Tensor:
     return held.scatter_(2, torch.where(layer.native < 0, TOKENS, layer.native).long(), True)[..., :TOKENS]
 
 
-@pytest.mark.parametrize("family", ["minimax_m3_vl", "qwen4_exp"])
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "qwen4_exp", "glm_moe_dsa", pytest.param("axk2", marks=SLOW)])
 def test_a_trace_holds_what_the_index_chose(family: str, tmp_path: Path) -> None:
     model, ids = native(family), torch.randint(3, 96, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     expected = chosen_by_hooks(model, ids)
-    trace = capture(model, ids, tmp_path / "t.safetensors", chunk=32, queries=40)
+    if family == "glm_moe_dsa":
+        expected[1] = expected[0]  # which has no index of its own
+    # ReLU makes many scores of the families with latents equal, and which of them are best hangs on the shapes.
+    chunk = 32 if family in ("minimax_m3_vl", "qwen4_exp") else TOKENS
+    trace = capture(model, ids, tmp_path / "t.safetensors", chunk=chunk, queries=40)
     assert trace.meta["attention_differs"] == {}  # recomputed over the rows chosen
     assert {index for index in trace.layers if trace.shapes[index].native} == set(expected)
     for index, chosen in expected.items():
@@ -67,9 +75,9 @@ def test_a_trace_holds_what_the_index_chose(family: str, tmp_path: Path) -> None
     trace.save(tmp_path / "copy.safetensors")
     assert (tmp_path / "copy.safetensors").read_bytes() == (tmp_path / "t.safetensors").read_bytes()
     layers, overlap = native_overlap(trace)
-    assert layers == list(expected)
-    first, second = (expected[index][:, -40:] for index in layers)
-    torch.testing.assert_close(overlap.diagonal(), torch.ones(2, dtype=torch.float64))
+    assert layers == sorted(expected)
+    first, second = (expected[index][:, -40:] for index in layers[:2])
+    torch.testing.assert_close(overlap.diagonal(), torch.ones(len(layers), dtype=torch.float64))
     torch.testing.assert_close(overlap[1, 0].float(), ((first & second).sum(-1) / second.sum(-1)).mean())
     with pytest.raises(ValueError, match="holds nothing of it for layers"):
         evaluate(Trace.build([_without(trace.layer(index))], trace.positions), Native(), 8, sink=0, window=1, last=4)
@@ -87,7 +95,8 @@ def _replayed(trace: Trace, index: int, chosen: Tensor) -> None:
     read = read.expand(heads, -1, -1)[:, None]
     mass = (weights * read).sum(-1).mean(-1).flatten()
     torch.testing.assert_close(found.heads["mass"][0].float(), mass, rtol=0, atol=1e-5)
-    index_bytes = 16 * 4 / (heads * 2 * 16 * 4)  # of a row's key and value in one head
+    width = trace.meta["native_row_bytes"][str(index)]
+    index_bytes = width / (heads * 2 * layer.keys.shape[2] * 4)  # of a row's key and value in one head
     share = found.heads["bytes_share"][0] - found.heads["attended_share"][0]
     torch.testing.assert_close(share, torch.full_like(share, index_bytes), rtol=0.02, atol=0)
     rows = read.sum(-1).double().mean(-1).expand(-1, group).flatten()

@@ -97,7 +97,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LATENT, "layer_types": DOTS_LAYERS, "sliding_window": 16, "shared_experts_intermediate_size": 32},
     ),
 }
-GROUPED = ("minimax_m3_vl", "qwen4_exp")  # with keys and values of KV heads; the others keep latents
 
 
 def native(family: str, implementation: str = "eager", **changes: Any) -> Any:
