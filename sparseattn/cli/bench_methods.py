@@ -10,9 +10,11 @@ from sparseattn.cli.command import raised_here
 from sparseattn.core.budget import Budget
 from sparseattn.roles.roles import Method, Roles
 from sparseattn.selectors.base import Selector
+from sparseattn.selectors.baselines.native import Native
 from sparseattn.selectors.registry import SELECTORS, make_selector
 
 ALL = "all"
+NATIVE = "native"  # what a trace holds of a model's own index
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class ChosenMethods:
         for spec in specs:
             for name in SELECTORS if spec == ALL else (spec,):
                 try:
-                    method = make_selector(name)
+                    method = Native() if name == NATIVE else make_selector(name)
                 except (ValueError, ImportError) as error:
                     if spec != ALL or not raised_here(error):
                         raise

@@ -38,13 +38,22 @@ class Target(str, Enum):
     vllm = "vllm"
 
 
+class Project(str, Enum):
+    """Another project whose settings a plan is written as."""
+
+    trtllm = "trtllm"
+    modelopt = "modelopt"
+    sglang = "sglang"
+    ucm = "ucm"
+
+
 GROUPS = {  # of options, in help
     "What to keep": ("text", "model", "error", "measure"),
     "What to save": ("machine", "context", "batch"),
     "What to choose from": ("selector", "budget", "by", "engine", "lossless", "drafts", "sink", "window"),
     "How long to look": ("length", "last", "windows", "held_out", "draws"),
     "How to compute": ("dtype", "device", "chunk"),
-    "Results": ("name", "out", "plan", "json"),
+    "Results": ("name", "out", "plan", "export", "json"),
 }
 
 
@@ -162,6 +171,13 @@ class RecommendOptions:
             "--out."
         ),
     ] = None
+    export: Annotated[
+        Project | None,
+        typer.Option(
+            help="Write the plan as another project's settings too, NAME.PROJECT.json beside the plan, where it has "
+            "the method with the same meaning. With --by layer."
+        ),
+    ] = None
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of tables.")] = False
 
     def __post_init__(self) -> None:
@@ -171,6 +187,8 @@ class RecommendOptions:
             self._check_for_vllm()
         if self.lossless and self.vllm:
             raise ValueError("--lossless is for generate_lossless with transformers: leave --for vllm out")
+        if self.export is not None and (self.by_head or self.lossless):
+            raise ValueError("--export writes one method for all heads of a layer: give --by layer, without --lossless")
         numbers = ("batch", "length", "last", "windows", "held_out", "draws", "chunk")
         values.check_positive(
             {"--context": self.context_rows, **{shared.spelled([name]): getattr(self, name) for name in numbers}}

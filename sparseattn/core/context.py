@@ -25,6 +25,20 @@ class Heads(NamedTuple):
     of: int
 
 
+class Recorded(NamedTuple):
+    """What an index of a model's own chose.
+
+    Args:
+        rows: `[Hs,Q,S]` integers: positions of tokens, best first where the index ranks them, -1 for unused places.
+        first: position of the first of the Q tokens that it chose for; the others follow.
+        row_bytes: bytes of its keys for each token, one copy for all heads; None: not known.
+    """
+
+    rows: Tensor
+    first: int
+    row_bytes: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerContext:
     """The layer that a selector serves. What the caller does not know is None.
@@ -38,6 +52,7 @@ class LayerContext:
         key_bytes: bytes that an element of a key counts as, where a comparison computes in float32 what a model keeps
             in 16 bits; None: the bytes that it has.
         board: where a layer leaves its choice for layers behind it, one for all layers of a model.
+        native: what the layer's own index chose for the tokens that are replayed, as a trace holds it.
     """
 
     layer: int = 0
@@ -47,6 +62,7 @@ class LayerContext:
     scale: float | None = None
     key_bytes: int | None = None
     board: Board | None = None
+    native: Recorded | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -108,8 +108,8 @@ def pieces_of(trace: Trace, progress: Progress | None = None) -> tuple[str, ...]
     name = str(trace.meta.get("text", {}).get("name", ""))
     if trace.pieces is not None or not name.startswith(OWN) or name.removeprefix(OWN) not in BUILTIN:
         return trace.pieces
-    from sparseattn.models.capture import tokens_hash
     from sparseattn.models.load import encode, load_tokenizer, pieces
+    from sparseattn.models.trace_origin import tokens_hash
 
     one = BUILTIN[name.removeprefix(OWN)]
     tokenizer, text = load_tokenizer(one.model, progress), one.content(progress)

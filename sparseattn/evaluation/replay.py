@@ -21,7 +21,7 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget, parse_budget
-from sparseattn.core.context import Heads, LayerContext
+from sparseattn.core.context import Heads, LayerContext, Recorded
 from sparseattn.core.layer_choices import Board
 from sparseattn.core.selection import Selection
 from sparseattn.evaluation.replay_activity import replay_activity
@@ -177,6 +177,7 @@ class _Run:
                     scale=layer.scale,
                     key_bytes=self.trace.dtype.itemsize,
                     board=self.board,
+                    native=self.recorded(layer),
                 )
             )
             cache = self.how.cache(selector)
@@ -188,6 +189,15 @@ class _Run:
             counted = self.progress if share is shares[-1] else None  # a token of a layer counts once
             parts.append(self.each_budget(cache, part, [share.budget(asked) for asked in self.budgets], counted))
         return [_of_layer(shares, measured) for measured in zip(*parts, strict=True)]
+
+    def recorded(self, layer: TraceLayer) -> Recorded | None:
+        """Return what the layer's own index chose, by positions; None where the trace holds nothing of it."""
+        if layer.native is None:
+            return None
+        rows, queries = layer.native.long(), layer.query.shape[2]
+        at = torch.where(rows < 0, -1, self.positions[rows.clamp(min=0)])
+        row_bytes = self.trace.meta.get("native_row_bytes", {}).get(str(layer.index))
+        return Recorded(at, int(self.positions[len(self.positions) - queries]), row_bytes)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -267,9 +277,8 @@ def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> di
 
 def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
     """The layer's rows on a device."""
-    ahead = None if layer.ahead is None else layer.ahead.to(device)
-    query, keys, values = (tensor.to(device) for tensor in (layer.query, layer.keys, layer.values))
-    return replace(layer, query=query, keys=keys, values=values, ahead=ahead)
+    moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in layer.tensors.items()}
+    return replace(layer, **moved)
 
 
 def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:

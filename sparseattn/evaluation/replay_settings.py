@@ -17,7 +17,7 @@ from sparseattn.core.budget import Budget, budget_of
 from sparseattn.core.context import LayerContext
 from sparseattn.roles.role import Share
 from sparseattn.roles.roles import Method, shares_of
-from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
+from sparseattn.selectors.abilities import FollowsLayers, LooksAhead, ReplaysNative
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.devices import usable_device
@@ -142,6 +142,14 @@ def check_replay(trace: Trace, budgets: Sequence[Budget], method: Method, replay
     if replay.layers is not None:
         for index, share in each:
             _check_layer(trace, index, share, replay)
+        without = [index for index, share in each if share.selector.find(ReplaysNative)]
+        without = [index for index in without if trace.shapes[index].native is None]
+        if without:
+            raise ValueError(
+                f"{method} replays what a model's own index chose, and {trace.name} holds nothing of it for layers "
+                f"{without}: `sparseattn capture` records it of models that have one, for the layers that do; name "
+                f"those with --layers"
+            )
         blind = [index for index, share in each if share.selector.find(LooksAhead) and not trace.shapes[index].ahead]
         if blind:
             raise ValueError(

@@ -14,6 +14,8 @@ from sparseattn.models.attention_routing import Call, beyond_softmax
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe
 from sparseattn.models.exclusive import quiet
+from sparseattn.models.native_choice import passed
+from sparseattn.models.native_index import NativeIndex, native_index
 from sparseattn.models.transformers_classes import DynamicCache
 
 TOKENS = 4  # of the passes that look at a model
@@ -30,6 +32,7 @@ class AttentionLayer:
         beyond: what it does beyond softmax attention over keys and values, in words; None: nothing.
         rope: its RoPE; None where it applies none, or one whose frequencies follow the length.
         dtype, device: of its keys.
+        index: the index of its own that it chooses rows by; None: it has none.
     """
 
     heads: int
@@ -41,6 +44,7 @@ class AttentionLayer:
     rope: Rope | None
     dtype: torch.dtype
     device: torch.device
+    index: NativeIndex | None = None
 
 
 def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
@@ -63,6 +67,8 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
         with rotary.Watch({index: call.module for index, call in cached.items()}) as watch:
             calls = probe(model, original, ids)
             ropes = {index: rope for index, call in calls.items() if (rope := _rope(model, call, watch)) is not None}
+            if any(passed(call.options) == "block_indices" for call in calls.values()):
+                ropes = {}  # such an index takes no positions without the rows before them, so that nobody can look
             if ropes:
                 # Beyond every length it was made for, a model whose frequencies follow the length applies others.
                 far = 2 * config.max_position_embeddings + torch.arange(TOKENS)
@@ -92,7 +98,14 @@ def _described(call: Call, rope: Rope | None, sharing: Sequence[int]) -> Attenti
     beyond = beyond_softmax(call)
     if len(sharing) > 1:
         beyond = f"shares its keys with other layers (all of {', '.join(map(str, sharing))})"
-    if call.value.shape[-1] != size:
+    index = native_index(call.module, call.options)
+    if index is not None and index.latent and call.value.shape[-1] <= size:
+        beyond = (
+            beyond
+            if index.unreadable is None
+            else f"has an index of its own that cannot be left out ({index.unreadable})"
+        )
+    elif call.value.shape[-1] != size:
         beyond = f"has keys of {size} dimensions and values of {call.value.shape[-1]}"
-    group = call.query.shape[1] // heads
-    return AttentionLayer(heads, group, size, call.scale, call.window, beyond, rope, call.key.dtype, call.key.device)
+    group, where = call.query.shape[1] // heads, (call.key.dtype, call.key.device)
+    return AttentionLayer(heads, group, size, call.scale, call.window, beyond, rope, *where, index)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparseattn.models.errors import ModelError
+from sparseattn.models.native_choice import PASSED, choice_of, passed
 
 PREFIX = "sparseattn_"  # of the names that this module registers
 _ORIGINALS: dict[str, str] = {}  # such a name -> the implementation that it stands in for
@@ -81,6 +82,16 @@ def name_of(model: Any) -> str:
     return model.config._name_or_path or type(model).__name__
 
 
+def register(name: str, function: Callable[..., tuple[Tensor, Any]], original: str) -> None:
+    """Tell transformers of an attention function under a name, with the masks of the implementation `original`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(name, function)
+    if original in ALL_MASK_ATTENTION_FUNCTIONS:  # without a function of the same name there would be no mask at all
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+
+
 class Route:
     """Send a model's attention calls to `function`, with the masks of its own implementation, from `set` to `undo`.
 
@@ -93,16 +104,12 @@ class Route:
     """
 
     def __init__(self, model: Any, original: str, purpose: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers import PreTrainedModel
 
-        # One name for each implementation. It contains the original's, which models look for "flash" in. Without a
-        # mask function of the same name there would be no mask at all.
+        # One name for each implementation. It contains the original's, which models look for "flash" in.
         self.name = f"{PREFIX}{purpose}_{original.replace('/', '_')}"
         _ORIGINALS[self.name] = original
-        AttentionInterface.register(self.name, function)
-        if original in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(self.name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+        register(self.name, function, original)
         # Not through set_attn_implementation, which would look on the hub for a kernel of a name with "flash" in it,
         # and not through the configs' property, which would change the sub-configs of a config with it.
         configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
@@ -132,16 +139,29 @@ def delegate(call: Call, original: str) -> tuple[Tensor, Any]:
     Returns:
         Output `[B,n,HG,D]` and what the implementation returns beside it.
 
+    Where the model has an index of its own, what that chose is applied, as the model itself does with its own names.
+
     Raises:
         ModelError: the model's code has no function of that name.
     """
+    mask, options = _with_choice(call)
     home: Any = sys.modules[type(call.module).__module__]
     function = home.ALL_ATTENTION_FUNCTIONS.get_interface(original, getattr(home, "eager_attention_forward", None))
     if function is None:
         raise ModelError(f"{home.__name__} has no eager_attention_forward to run")
     module = call.module if original in NAMELESS else _with_config_naming(call.module, original)
-    out, weights = function(module, call.query, call.key, call.value, call.mask, **call.options)
+    out, weights = function(module, call.query, call.key, call.value, mask, **options)
     return out, weights
+
+
+def _with_choice(call: Call) -> tuple[Any, dict[str, Any]]:
+    """Return the mask and the options of a call, what the model's own index chose applied to the mask."""
+    if passed(call.options) is None:
+        return call.mask, call.options
+    tokens, columns = call.query.shape[2], call.key.shape[2]
+    choice = choice_of(call.module, call.options, call.mask, tokens, columns, padded=True)
+    options = {name: value for name, value in call.options.items() if name not in PASSED}
+    return choice.as_mask(call.query, call.query.shape[1]), options
 
 
 def _with_config_naming(module: Any, original: str) -> Any:

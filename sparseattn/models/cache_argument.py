@@ -30,3 +30,15 @@ def cache_in(inputs: Mapping[str, Any]) -> Any:
         if (cache := inputs.get(name)) is not None:
             return cache
     return None
+
+
+def version() -> str:
+    """Return the version of the installed transformers."""
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def installed() -> str:
+    """Return the installed transformers with its version, for sentences."""
+    return f"transformers {version()}"

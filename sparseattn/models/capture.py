@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparseattn import __version__
 from sparseattn.core.rope import Rope
 from sparseattn.models import rotary
 from sparseattn.models.attention_routing import (
@@ -33,7 +30,11 @@ from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
 from sparseattn.models.exclusive import alone, quiet
 from sparseattn.models.lookahead_queries import Foresight
+from sparseattn.models.native_choice import NativeChoice, choice_of
+from sparseattn.models.native_index import key_bytes, native_lists
+from sparseattn.models.trace_origin import origin
 from sparseattn.traces.trace import LayerShape, Trace, TraceError
+from sparseattn.traces.trace_format import NATIVE
 from sparseattn.traces.trace_writer import TraceWriter
 
 COMPARED = 8  # last tokens whose attention is recomputed to see whether a trace holds all of it
@@ -110,14 +111,19 @@ def capture(
                 f"layer {absent[0]} of {name_of(model)} has no softmax attention to record, layers "
                 f"{', '.join(map(str, sorted(seen)))} have"
             )
-        shapes = [_shape(seen[i], min(queries or tokens, tokens), ahead and i > min(seen)) for i in wanted]
+        lists = native_lists({i: (call.module, call.options) for i, call in seen.items()}, tokens)
+        queries = min(queries or tokens, tokens)
+        shapes = [_shape(seen[i], queries, ahead and i > min(seen), lists.get(i)) for i in wanted]
         stored = dtype or seen[wanted[0]].key.dtype
-        meta = _meta(model, input_ids, original, stored, model_id, text)
+        meta = origin(model, input_ids, original, stored, model_id, text)
+        if lists:
+            meta["native_row_bytes"] = {str(i): key_bytes(seen[i].module) for i in lists}
         if keep and os.path.exists(path):
             return _kept(path, shapes, stored, meta, pieces is not None)
         with TraceWriter(path, shapes, positions, stored, meta, pieces) as writer:
             modules = {i: seen[i].module for i in wanted}
-            recorder = _Recorder(model, original, writer, modules, positions, min(queries or tokens, tokens))
+            recorder = _Recorder(model, original, writer, modules, positions, queries)
+            recorder.lists = lists
             if ahead:
                 recorder.foresight = Foresight({i: seen[i].module for i in seen if i <= wanted[-1]}, _listens)
             _prefill(model, original, recorder, input_ids, chunk, progress)
@@ -172,6 +178,7 @@ class _Recorder:
         self._model = model
         self.watch = rotary.Watch(modules)
         self.foresight = Foresight({}, _listens)
+        self.lists: dict[int, tuple[int, int]] = {}  # of layers that have an index of their own, see `native_lists`
         # Hooks of a device map bring weights in before a layer and out behind it: such a model runs to its end.
         self._stops = not hasattr(model, "hf_device_map")
 
@@ -187,11 +194,13 @@ class _Recorder:
         start, n = self._start, call.query.shape[2]
         # A cache may hand out more keys than the new ones; these come last, in sliding layers too.
         query, keys, values = call.query[0], call.key[0, :, -n:], call.value[0, :, -n:]
+        values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))  # of MLA, see `_shape`
         self._verify(index, query, keys)
         self._write_queries(index, "query", start, query.unflatten(0, (keys.shape[0], -1)))
         if index in self.foresight.queries:
             foreseen = self.foresight.queries.pop(index)[0]
             self._write_queries(index, "ahead", start, foreseen.unflatten(0, (keys.shape[0], -1)))
+        self._write_choice(call, start)
         self._writer.write(index, "keys", start, keys)
         self._writer.write(index, "values", start, values)
         ends = start + n == len(self._positions)
@@ -210,6 +219,22 @@ class _Recorder:
         rows = query[:, :, max(0, first - start) :]
         if rows.shape[2]:
             self._writer.write(index, name, max(0, start - first), rows)
+
+    def _choice(self, call: Call) -> NativeChoice | None:
+        """Return what the layer's own index chose, None where it has none."""
+        if call.layer not in self.lists:
+            return None
+        tokens, columns = call.query.shape[2], call.key.shape[2]
+        return choice_of(call.module, call.options, call.mask, tokens, columns, padded=False)
+
+    def _write_choice(self, call: Call, start: int) -> None:
+        """Write what the layer's own index chose for the queries that the trace holds."""
+        if (choice := self._choice(call)) is None:
+            return
+        first = len(self._positions) - self._queries
+        _, slots = self.lists[call.layer]
+        for token in range(max(0, first - start), choice.tokens):
+            self._writer.write(call.layer, NATIVE, start + token - first, choice.packed(token, slots)[0, :, None])
 
     def _verify(self, index: int, query: Tensor, keys: Tensor) -> None:
         """Find the layer's rope in the first chunk; drop it when a later one is given another.
@@ -240,9 +265,11 @@ class _Recorder:
         row = torch.arange(keys.shape[1], device=keys.device)
         token = row[-query.shape[2] :, None]
         seen = row <= token if call.window is None else (row <= token) & (row > token - call.window)
+        if (choice := self._choice(call)) is not None:
+            seen = seen & choice.allowed()[0, :, None, -query.shape[2] :]  # [Hs,1,n,N]
         logits = (query.flatten(1, 2) @ keys.mT * call.scale).unflatten(1, query.shape[1:3])  # [H,G,n,N]
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        ours = (weights.flatten(1, 2) @ values).view_as(query)
+        ours = (weights.flatten(1, 2) @ values).unflatten(1, query.shape[1:3])
         theirs = out[0, -COMPARED:].float().movedim(0, -2).view_as(ours)
         off = ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
         if not off <= max(1e-3, 8 * torch.finfo(out.dtype).eps):
@@ -319,14 +346,15 @@ def _kept(
     return trace
 
 
-def _shape(call: Call, queries: int, ahead: bool) -> LayerShape:
+def _shape(call: Call, queries: int, ahead: bool, native: tuple[int, int] | None) -> LayerShape:
     _, heads, _, size = call.key.shape
-    if call.value.shape[-1] != size:
+    if call.value.shape[-1] != size and (native is None or call.value.shape[-1] > size):
         raise ModelError(
             f"layer {call.layer} has keys of {size} dimensions and values of {call.value.shape[-1]}; a trace holds "
             "layers whose keys and values are of one size"
         )
-    return LayerShape(call.layer, heads, call.query.shape[1] // heads, size, call.scale, call.window, queries, ahead)
+    group = call.query.shape[1] // heads
+    return LayerShape(call.layer, heads, group, size, call.scale, call.window, queries, ahead, native)
 
 
 @contextlib.contextmanager
@@ -364,36 +392,3 @@ def _check_range(model: Any, input_ids: Tensor, layers: Sequence[int]) -> None:
             raise ModelError(
                 f"{name_of(model)} has no layer {index}, it has layers 0 to {config.num_hidden_layers - 1}"
             )
-
-
-def tokens_hash(input_ids: Tensor) -> str:
-    """Return the SHA-256 by which a trace knows its tokens, of ids of any shape."""
-    ids = input_ids.cpu().to(torch.int64).flatten().tolist()
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
-
-
-def _meta(
-    model: Any,
-    input_ids: Tensor,
-    original: str,
-    stored: torch.dtype,
-    model_id: str | None,
-    text: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    import transformers
-
-    # What a config says of where and by which version it was loaded is no property of the model.
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
-    return {
-        "model": model_id or name_of(model),
-        "model_layers": model.config.get_text_config(decoder=True).num_hidden_layers,
-        "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
-        "text": dict(text or {}),
-        "tokens_sha256": tokens_hash(input_ids),
-        "attention": original,
-        "dtype": str(stored).removeprefix("torch."),
-        "model_dtype": str(model.dtype).removeprefix("torch."),
-        "versions": {"sparseattn": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }

@@ -28,6 +28,16 @@ def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
     )
 
 
+def check_native(given: Mapping[str, object]) -> None:
+    """Refuse, by ValueError, arguments beside `native` that choose or keep rows; None: an argument was left out."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"native=True reads the rows that the model's own index chose, kept as they came: leave {name} out, "
+                f"got {value!r}"
+            )
+
+
 def loaded_roles(
     given: Roles | str | os.PathLike[str] | None, selector: object, trusted: Collection[str]
 ) -> Roles | None:
@@ -86,9 +96,14 @@ def dense_by_roles(
     return tuple(sorted({*dense, *(i for i in roles.layers if roles.dense(i))}))
 
 
+def _keeps_index(layer: Any) -> bool:
+    """Whether a cache layer of transformers keeps the keys of an index beside keys and values."""
+    return isinstance(layer, DynamicLayer) and (hasattr(layer, "update_indexer") or hasattr(layer, "update_index"))
+
+
 def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:
     """Return the layers that attend to the whole context, as far as is known."""
-    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer or _keeps_index(layer)]
     return [i for i in able if i not in found or found[i].window is None]
 
 

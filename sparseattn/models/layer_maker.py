@@ -18,6 +18,7 @@ from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models import layer_checks as checks
 from sparseattn.models.attention_layers import AttentionLayer
+from sparseattn.models.exchanged_layer import ExchangedLayer, ExpandedLayer
 from sparseattn.models.sparse_heads import SparseHeads
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.roles.role import Share
@@ -66,7 +67,9 @@ class LayerMaker:
         except (ValueError, RuntimeError, ImportError) as error:
             kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
             raise kind(f"layer {index}: {error}") from error
-        return SparseLayer(parts, self.impl)
+        if (native := self.layers[index].index) is None:
+            return SparseLayer(parts, self.impl)
+        return ExpandedLayer(parts, self.impl) if native.latent else ExchangedLayer(parts, self.impl)
 
     def _shares(self, index: int) -> list[Share]:
         """Return which heads of a layer have which method."""

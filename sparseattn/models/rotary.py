@@ -90,11 +90,15 @@ def ropes_of(model: nn.Module) -> list[Rope]:
 
 
 def applied(rope: Rope, embeddings: tuple[Tensor, Tensor], positions: Tensor) -> bool:
-    """Whether `cos, sin` `[1,n,R or R/2]`, as a layer was given them for `positions` `[n]`, are those of `rope`."""
+    """Whether `cos, sin` `[1,n,R or R/2]`, as a layer was given them for `positions` `[n]`, are those of `rope`.
+
+    Layers whose index turns stored keys itself are given those of all tokens, of which the last are looked at.
+    """
     half = rope.rotated // 2
     for given, ours in zip(embeddings, rope.cos_sin(positions, embeddings[0].device), strict=True):
         if given.ndim != 3 or given.shape[0] != 1 or given.shape[-1] not in (half, 2 * half):
             return False
+        given = given[:, -len(positions) :]
         # A model repeats the R/2 columns behind each other or each one twice; some do not repeat them.
         layouts = (given[0],) if given.shape[-1] == half else (given[0, :, :half], given[0, :, ::2])
         ours = ours * rope.scaling

@@ -29,6 +29,7 @@ from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
 from sparseattn.models.layer_maker import LayerMaker
 from sparseattn.models.model_hooks import leave, prepare, restore
+from sparseattn.models.native_layer import native_layers
 from sparseattn.models.passes import Passes, sparse_tokens
 from sparseattn.models.real_tokens import RealTokens
 from sparseattn.models.sparse_layer import Run, SparseLayer, another_dtype
@@ -43,6 +44,7 @@ __all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
 
 SINK, WINDOW = 4, 64  # rows that every query reads, where nothing else is said
 SELECTOR, BUDGET = "quest", 1024
+NATIVE = "native"  # in place of a selector's name, where the model itself chooses
 Method: TypeAlias = "Selector | str"
 PerLayer: TypeAlias = "Mapping[int | str, Any]"
 
@@ -78,6 +80,9 @@ class SparseCache(Cache):
             window always stay as they are.
         sparse_from: position from which tokens are decoded sparsely, padding counted: in a left-padded batch,
             questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
+        native: decode by the index that the model has of its own, in place of a selector: a token reads the rows that
+            it chose and no others (`selector="native"` says the same). Prompts are prefilled by its choice too, so that
+            outputs are the model's own.
         impl: as in `attend`.
 
     Raises:
@@ -110,7 +115,14 @@ class SparseCache(Cache):
         rows: RowCodec | str | None = None,
         impl: str | None = None,
         check: bool = False,
+        native: bool = False,
     ) -> None:
+        if native or selector == NATIVE:
+            selector = None if selector == NATIVE else selector
+            kept = {"sealed_device": sealed_device, "indexes": indexes, "rows": rows}
+            other = None if budget == BUDGET else budget
+            checks.check_native({"selector": selector, "roles": roles, "plan": plan, "budget": other, **kept})
+            selector, budget = NATIVE, None
         if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
             raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
         self.roles = checks.loaded_roles(roles, selector, trusted)
@@ -154,6 +166,9 @@ class SparseCache(Cache):
         if self.roles is not None:
             self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, found, self.dense_layers)
         self._passes = Passes([index for index, what in found.items() if what.beyond is None])
+        if self.selector == NATIVE:
+            made = native_layers(self.model, found, self.dense_layers, self._settings["capacity"], impl)
+            return [made.get(index, layer) for index, layer in enumerate(layers)]
         sparse = checks.sparse_layers(self.model, layers, found, self.dense_layers)
         for name, given in (("selector", self.selector), ("budget", self.budget)):
             checks.check_mapping(name, given, sparse)
@@ -242,6 +257,8 @@ class SparseCache(Cache):
                 selector.bind(replace(selector.layer_context, board=twin.board))
         twin._prepared_before = True  # the model is given back by the first one
         if budget is not ...:
+            if self.selector == NATIVE:
+                checks.check_native({"budget": budget})
             twin.budget = budget
             checks.check_mapping("budget", budget, list(twin.sparse_layers))
             for index, layer in twin.sparse_layers.items():

@@ -170,12 +170,12 @@ class SparseLayer(CacheLayerMixin):
         return together([part.share for part in self.parts], heads)
 
     def _check(self, call: Call) -> None:
-        if call.key is not self.unattended:
+        if not self._given(call):
             raise ModelError(
                 f"layer {call.layer} attends to other keys than it gave to the cache, so they cannot be selected: "
                 f"make it dense with dense_layers"
             )
-        if (beyond := beyond_softmax(call)) is not None:
+        if (beyond := self._beyond(call)) is not None:
             problem = f"layer {call.layer} {beyond}, which sparse attention does not compute: make it dense"
         elif call.options.get("dropout"):
             problem = f"layer {call.layer} drops attention weights: put the model in eval() mode"
@@ -185,6 +185,14 @@ class SparseLayer(CacheLayerMixin):
             return
         self.unattended = None  # nothing is stored, so the layer is whole
         raise ModelError(problem)
+
+    def _given(self, call: Call) -> bool:
+        """Whether a call attends to the keys that `update` was given."""
+        return call.key is self.unattended
+
+    def _beyond(self, call: Call) -> str | None:
+        """Return what a call does that this layer does not compute, in words, or None."""
+        return beyond_softmax(call)
 
     def _store(self, call: Call, query: Tensor, start: int, stop: int, run: Run) -> None:
         """Store the rows of the call's tokens `start` to `stop`; `query` is `[B,H,G,n,D]` of all of them."""

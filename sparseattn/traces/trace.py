@@ -9,6 +9,8 @@ The file, format version 1 (any safetensors reader opens it):
     layers.{i}.values   [H,T,D]
     layers.{i}.ahead    [H,G,T,D]   in traces made with `capture(ahead=True)`, of all layers with a layer of attention
                                     before: the query that layer i makes of that layer's input, after RoPE
+    layers.{i}.native   [Hs,T,S] i32  of a layer with an index of its own: the tokens that this chose for each query, -1
+                                    for unused places; Hs lists, one for each KV head or one for all
     positions           [T] int64   the position of each token
     rope.{k}.inv_freq   [R/2] f32   frequencies of the k-th distinct RoPE
 
@@ -19,15 +21,16 @@ The file, format version 1 (any safetensors reader opens it):
               sliding window (row t sees rows t-window+1 .. t) or null; `rope` is a k or null
     ropes     JSON list of {"scaling", "interleaved"}, one for each k
     meta      JSON object: model id, config hash, `model_layers` (how many the model has), source of the text, versions,
-              what could not be recorded and why
+              `native_row_bytes` (of layers with `native`, bytes of a token's keys in the index), what could not be
+              recorded and why
     pieces    in traces made with `capture(pieces=)`, JSON list of T strings: the text of each token, empty where
               another token has its character; earlier releases leave it aside
     hashes    JSON object: name of each tensor -> its SHA-256, as `traces.trace_format.TensorHash` makes it; files of
               earlier releases have none
 
 A trace may hold queries, and those ahead, of the last Q tokens alone (`layers.{i}.query` is `[H,G,Q,D]`, Q <= T).
-Earlier releases read files with `ahead` too, and leave it aside. All tensors of layers share one dtype, float32,
-float16 or bfloat16, and are finite.
+`native` follows the queries. Earlier releases read files with `ahead` or `native` too, and leave them aside. All other
+tensors of layers share one dtype, float32, float16 or bfloat16, and are finite.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from sparseattn.traces.trace_format import (
     CODES,
     FORMAT,
     NAMES,
+    NATIVE,
     VERSION,
     LayerShape,
     TraceError,
@@ -79,6 +83,8 @@ class TraceLayer:
         window: width of the layer's sliding window (row t sees rows `t-window+1 .. t`), or None.
         ahead: `[H,G,Q,D]` after RoPE: of the same tokens, the queries that this layer makes of the input of the
             attention layer before; None: not recorded, or there is none before.
+        native: `[Hs,Q,S]` int32, the tokens that the layer's own index chose for the same queries, best first where it
+            ranks them, -1 for unused places; one list for each KV head or one for all. None: it has no index.
 
     Raises:
         TraceError: shapes or dtypes that do not fit together, or what `LayerShape` refuses.
@@ -92,6 +98,7 @@ class TraceLayer:
     rope: Rope | None = None
     window: int | None = None
     ahead: Tensor | None = None
+    native: Tensor | None = None
 
     def __post_init__(self) -> None:
         q, k, v = self.query, self.keys, self.values
@@ -102,6 +109,12 @@ class TraceLayer:
             )
         shape, tensors = self.shape, self.tensors
         shape.check(k.shape[1], [list(tensors[name].shape) for name in shape.names])
+        chosen = tensors.pop(NATIVE, None)
+        if chosen is not None and (chosen.dtype != torch.int32 or len(chosen) not in (1, len(k))):
+            raise TraceError(
+                f"a layer's native is int32 [Hs,Q,S] with Hs 1 or its {len(k)} KV heads, layer {self.index} has "
+                f"{chosen.dtype} {list(chosen.shape)}"
+            )
         if {x.dtype for x in tensors.values()} != {k.dtype} or k.dtype not in CODES:
             raise TraceError(
                 f"a layer's tensors share one dtype of float32, float16 and bfloat16, layer {self.index} has "
@@ -112,13 +125,16 @@ class TraceLayer:
     def tensors(self) -> dict[str, Tensor]:
         """Name in a file -> tensor."""
         held = {"query": self.query, "keys": self.keys, "values": self.values}
-        return held if self.ahead is None else {**held, AHEAD: self.ahead}
+        more = {AHEAD: self.ahead, NATIVE: self.native}
+        return held | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     @property
     def shape(self) -> LayerShape:
         """What a writer must know of this layer beforehand."""
         heads, group, queries, size = self.query.shape
-        return LayerShape(self.index, heads, group, size, self.scale, self.window, queries, self.ahead is not None)
+        native = None if self.native is None else (self.native.shape[0], self.native.shape[2])
+        ahead = self.ahead is not None
+        return LayerShape(self.index, heads, group, size, self.scale, self.window, queries, ahead, native)
 
 
 class Trace:
@@ -212,7 +228,8 @@ class Trace:
             whole = self.layer(index)
             query, keys, values = whole.query[:, :, : held[index]], whole.keys[:, :tokens], whole.values[:, :tokens]
             ahead = None if whole.ahead is None else whole.ahead[:, :, : held[index]]
-            return replace(whole, query=query, keys=keys, values=values, ahead=ahead)
+            native = None if whole.native is None else whole.native[:, : held[index]]
+            return replace(whole, query=query, keys=keys, values=values, ahead=ahead, native=native)
 
         shapes = {index: replace(shape, queries=held[index]) for index, shape in self.shapes.items()}
         pieces = None if self.pieces is None else self.pieces[:tokens]
@@ -225,7 +242,7 @@ class Trace:
 
         Args:
             index: the layer to compare; None: all layers.
-            names: of "query", "keys", "values" and "ahead", those to compare; None: all that the layer has.
+            names: of "query", "keys", "values", "ahead" and "native", those to compare; None: all that the layer has.
 
         Raises:
             TraceError: no such layer, or a tensor that is not the one that was written.
@@ -317,7 +334,7 @@ class Trace:
             check_meta(meta)
             pieces = check_pieces(parse_entry(metadata, "pieces", "null"), len(positions))
             held = [f"layers.{index}.{name}" for index, (shape, _) in layers.items() for name in shape.names]
-            dtypes = {tensors[name]["dtype"] for name in held}
+            dtypes = {tensors[name]["dtype"] for name in held if not name.endswith(f".{NATIVE}")}
             if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
                 raise TraceError(f"its layers are of {' and '.join(sorted(dtypes))}")
             hashes: dict[str, str] = parse_entry(metadata, "hashes", "{}")
@@ -374,8 +391,11 @@ def _read_layer(
     if missing:
         raise TraceError(f"layer {index} lacks its {' and '.join(missing)}")
     heads, group, queries, size = tensors[f"layers.{index}.query"]["shape"]
-    ahead = f"layers.{index}.{AHEAD}" in tensors
-    shape = LayerShape(index, heads, group, size, entry["scale"], entry["window"], queries, ahead)
+    ahead, chosen = f"layers.{index}.{AHEAD}" in tensors, tensors.get(f"layers.{index}.{NATIVE}")
+    if chosen is not None and (chosen["dtype"] != "I32" or len(chosen["shape"]) != 3):
+        raise TraceError(f"layer {index} has native {chosen['dtype']} {chosen['shape']}, which is I32 [Hs,Q,S]")
+    native = None if chosen is None else (chosen["shape"][0], chosen["shape"][2])
+    shape = LayerShape(index, heads, group, size, entry["scale"], entry["window"], queries, ahead, native)
     shape.check(tokens, [tensors[f"layers.{index}.{name}"]["shape"] for name in shape.names])
     if k is not None and not (is_whole(k, 0) and k < len(ropes)):
         raise TraceError(f"layer {index} names rope {k}, the file has {len(ropes)}")

@@ -23,9 +23,9 @@ FORMAT = "sparseattn-trace"
 VERSION = 1
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NAMES = ("query", "keys", "values")
-AHEAD = "ahead"  # the name of a tensor that a layer may hold besides
+AHEAD, NATIVE = "ahead", "native"  # names of tensors that a layer may hold besides
 CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of safetensors
-SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}  # bytes of an element of each dtype that a trace may hold
+SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}  # bytes of an element of each dtype that a trace may hold
 HEADER_LIMIT = 100_000_000  # bytes; safetensors itself reads no longer header
 REASONS = ("rope_absent", "attention_differs")  # entries of `meta` that say something of layers: "index" -> sentence
 
@@ -36,8 +36,9 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer of a trace yet to be written: its number, H, G, D, scale, window and queries (None: one per token), and
-    whether it holds as many queries foreseen by the layer before.
+    """A layer of a trace yet to be written: its number, H, G, D, scale, window and queries (None: one per token),
+    whether it holds as many queries foreseen by the layer before, and of what its own index chose for each of them, how
+    many lists of how many rows (None: it holds none).
 
     Raises:
         TraceError: a number that no layer has.
@@ -51,6 +52,7 @@ class LayerShape:
     window: int | None = None
     queries: int | None = None
     ahead: bool = False
+    native: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not is_whole(self.index, 0):
@@ -63,16 +65,24 @@ class LayerShape:
             raise TraceError(f"layer {self.index} has scale {self.scale!r}, which is not positive and finite")
         if self.window is not None and not is_whole(self.window, 1):
             raise TraceError(f"layer {self.index} has window {self.window!r}, which is neither None nor 1 or more")
+        if self.native is not None and not all(is_whole(number, 1) for number in self.native):
+            raise TraceError(f"layer {self.index} has native {self.native!r}, at least 1 list of 1 row is needed")
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the layer's tensors."""
-        return (*NAMES, AHEAD) if self.ahead else NAMES
+        return (*NAMES, *([AHEAD] if self.ahead else []), *([NATIVE] if self.native else []))
+
+    def code(self, name: str, dtype: torch.dtype) -> str:
+        """Return what safetensors calls the dtype of one of the tensors, in a trace of `dtype`."""
+        return "I32" if name == NATIVE else CODES[dtype]
 
     def of(self, name: str, tokens: int) -> list[int]:
         """Return the shape of one of the layer's tensors."""
         if name in ("query", AHEAD):
             return [self.heads, self.group, self.queries or tokens, self.size]
+        if name == NATIVE and self.native is not None:
+            return [self.native[0], self.queries or tokens, self.native[1]]
         return [self.heads, tokens, self.size]
 
     def check(self, tokens: int, shapes: Sequence[list[int]] | None = None) -> None:
@@ -125,8 +135,8 @@ def hash_of(name: str, tensor: Tensor) -> str:
 
 
 def code_of(tensor: Tensor) -> str:
-    """Return safetensors' name of a tensor's dtype; positions are the only integers."""
-    return CODES.get(tensor.dtype, "I64")
+    """Return safetensors' name of a tensor's dtype."""
+    return "I32" if tensor.dtype == torch.int32 else CODES.get(tensor.dtype, "I64")
 
 
 def read_header(path: Path, what: str = "a trace") -> tuple[dict[str, Any], dict[str, str]]:

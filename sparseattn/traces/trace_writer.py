@@ -44,6 +44,7 @@ class _Place:
     offset: int
     shape: list[int]
     hash: TensorHash
+    code: str
     done: int = 0
 
 
@@ -88,8 +89,9 @@ class TraceWriter:
             layer.check(self._tokens)
             for name in layer.names:
                 shape, whole = layer.of(name, self._tokens), f"layers.{layer.index}.{name}"
-                self._places[whole] = _Place(end, shape, TensorHash(whole, CODES[self.dtype], shape))
-                end += math.prod(shape) * self.dtype.itemsize
+                code = layer.code(name, self.dtype)
+                self._places[whole] = _Place(end, shape, TensorHash(whole, code, shape), code)
+                end += math.prod(shape) * SIZES[code]
         self._end = end
         # The header is written last, into room kept for it: what a capture learns on its way (ropes, what could not
         # be verified) is part of it. A sentence per layer and 64 KiB for `meta` are plenty.
@@ -123,7 +125,7 @@ class TraceWriter:
 
     def write(self, layer: int, name: str, start: int, rows: Tensor) -> None:
         """Write the rows of tokens `start` and up: `[H,G,n,D]` for "query" and "ahead", `[H,n,D]` for
-        "keys" and "values".
+        "keys" and "values", integers `[Hs,n,S]` for "native".
 
         Rows of each tensor come in order, without gaps.
         """
@@ -135,10 +137,11 @@ class TraceWriter:
                 f"layer {layer}'s {name} takes rows {place.done} and up of {place.shape}, got {list(rows.shape)} at "
                 f"row {start}"
             )
-        stored = rows.detach().to("cpu", self.dtype).contiguous().view(-1, count, size)
+        dtype = torch.int32 if place.code == "I32" else self.dtype
+        stored = rows.detach().to("cpu", dtype).contiguous().view(-1, count, size)
         if not stored.isfinite().all():
             raise TraceError(_not_finite(f"layer {layer}'s {name}", start, rows.detach(), self.dtype))
-        row = size * self.dtype.itemsize
+        row = size * dtype.itemsize
         with self._failures():
             for head, part in enumerate(stored):
                 self._file.seek(self._data + place.offset + (head * tokens + start) * row)
@@ -171,9 +174,7 @@ class TraceWriter:
 
     def _append_small(self) -> bytes:
         """Write positions and ropes behind the layers; return the header."""
-        tensors = {
-            name: self._entry(CODES[self.dtype], place.shape, place.offset) for name, place in self._places.items()
-        }
+        tensors = {name: self._entry(place.code, place.shape, place.offset) for name, place in self._places.items()}
         distinct: list[Rope] = []
         listed = []
         for layer in self.layers:

@@ -41,6 +41,11 @@ def check_request(config: Any, inputs: dict[str, Any], synced: bool) -> None:
 
 def check_cache(cache: SparseCache) -> None:
     """Refuse a cache that full attention cannot be had from, or that does not go back."""
+    if any(layer.index is not None for layer in cache.prepared.layers.values()):
+        raise ModelError(
+            f"{name_of(cache.model)} has an index of its own, so that full attention is not what it does: run it with "
+            f"SparseCache(native=True), which gives its own tokens"
+        )
     for index, layer in cache.sparse_layers.items():
         for part in layer.parts:
             selector = part.rows.selector

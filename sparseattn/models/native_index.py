@@ -1,0 +1,138 @@
+"""The index that an attention layer of a model has of its own: whether there is one, and whether it can be followed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseattn.models.errors import ModelError
+from sparseattn.models.native_choice import has_index, passed
+
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of multi-head latent attention
+CLOSE = 1e-2  # of the norm, between a projection of 16 bits and the same one here
+
+
+@dataclass(frozen=True)
+class NativeIndex:
+    """An index of a layer's own.
+
+    Args:
+        passes: the name under which the layer passes what it chose; None: it folds that into its mask.
+        latent: whether the layer keeps one latent for all heads (MLA).
+        unreadable: why it cannot be followed, in words; None: it can.
+    """
+
+    passes: str | None
+    latent: bool
+    unreadable: str | None
+
+
+def native_index(module: nn.Module, options: Mapping[str, Any]) -> NativeIndex | None:
+    """Return the index of a layer's attention, by a call of it; None where it has none."""
+    if not has_index(module, options):
+        return None
+    name, latent = passed(options), hasattr(module, "expand_kv")
+    return NativeIndex(name, latent, _unreadable(module, name) if latent else None)
+
+
+def _unreadable(module: Any, name: str | None) -> str | None:
+    """Return why a latent layer cannot be followed, in words."""
+    kind = type(module).__name__
+    if name is None:
+        return f"{kind} passes no indices and folds them into a mask over keys that it expands at every step"
+    if getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False):
+        return f"{kind} shares latents between layers"
+    lacking = [size for size in SIZES if not isinstance(getattr(module, size, None), int)]
+    if lacking:
+        return f"{kind} has no {lacking[0]}, which multi-head latent attention has"
+    projection = getattr(module, "kv_b_proj", None)
+    if not isinstance(projection, nn.Linear) or projection.bias is not None:
+        return f"{kind} projects latents by {type(projection).__name__}, and a linear layer without bias is read"
+    return None if _expands(module) else f"{kind} makes keys and values of latents in another way than MLA"
+
+
+@torch.no_grad()
+def _expands(module: Any) -> bool:
+    """Whether a layer makes keys and values of latents by its projection alone."""
+    weight: Tensor = module.kv_b_proj.weight
+    rank, rope = module.kv_lora_rank, module.qk_rope_head_dim
+    draw = torch.Generator().manual_seed(0)
+    latents, turned = (
+        torch.randn(1, 1, 3, size, generator=draw).to(weight.device, weight.dtype) for size in (rank, rope)
+    )
+    keys, values = module.expand_kv(latents, turned)
+    to_keys, to_values = projections(module)
+    expected = torch.cat(
+        [torch.einsum("bonr,hkr->bhnk", latents, to_keys), turned.expand(-1, len(to_keys), -1, -1)], -1
+    )
+    summed = torch.einsum("bonr,hvr->bhnv", latents, to_values)
+    pairs = ((keys, expected), (values, summed))
+    return all(x.shape == y.shape and bool((x - y).float().norm() <= CLOSE * y.float().norm()) for x, y in pairs)
+
+
+def projections(module: Any) -> tuple[Tensor, Tensor]:
+    """Return what makes keys `[H,K,R]` and values `[H,V,R]` of latents of R channels, views of the weights."""
+    keys = module.qk_nope_head_dim
+    weight = module.kv_b_proj.weight.view(-1, keys + module.v_head_dim, module.kv_lora_rank)
+    return weight[:, :keys], weight[:, keys:]
+
+
+def native_lists(calls: Mapping[int, tuple[nn.Module, Mapping[str, Any]]], tokens: int) -> dict[int, tuple[int, int]]:
+    """Return, of each layer with an index of its own, how many lists of how many rows it chooses of so many tokens.
+
+    Args:
+        calls: the module and the options of a call of each layer.
+        tokens: of the text.
+
+    Raises:
+        ModelError: an index that does not say how many rows it chooses.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    latest = None
+    for layer in sorted(calls):
+        module, options = calls[layer]
+        if not has_index(module, options):
+            continue
+        indexer = getattr(module, "indexer", None)
+        latest = latest if indexer is None else _rows_of(indexer)  # without one of its own it reads the last one's
+        if latest is None:
+            raise ModelError(
+                f"the index of layer {layer}, a {type(indexer or module).__name__}, does not say how many rows it "
+                f"chooses: none of {', '.join(map(' and '.join, ROWS))} is in it"
+            )
+        lists = options["block_indices"].shape[1] if passed(options) == "block_indices" else 1
+        found[layer] = lists, min(latest, tokens)
+    return found
+
+
+ROWS = (("index_topk",), ("topk_blocks", "block_size"), ("token_budget", "compress_ratio"))
+
+
+def _rows_of(indexer: Any) -> int | None:
+    """Return the most rows that an index chooses."""
+    for names in ROWS:
+        sizes = [size for name in names if isinstance(size := getattr(indexer, name, None), int)]
+        if len(sizes) < len(names):
+            continue
+        if names[0] == "token_budget":
+            return sizes[0] + sizes[1] - 1  # QSA reads the rows of an unfinished group besides
+        return math.prod(sizes)
+    return None
+
+
+def key_bytes(module: nn.Module) -> int | None:
+    """Return the bytes of a token's keys in a layer's index: 0 where it reads the choice of another layer; None: it
+    does not say."""
+    indexer: Any = getattr(module, "indexer", None)
+    if indexer is None:
+        return 0
+    size = getattr(indexer, "index_head_dim", getattr(indexer, "head_dim", None))
+    width = next((weight.element_size() for weight in indexer.parameters()), None)
+    if not isinstance(size, int) or width is None:
+        return None
+    return size * int(getattr(indexer, "index_kv_heads", 1)) * width

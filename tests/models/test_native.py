@@ -1,0 +1,209 @@
+"""Models with an index of their own: decoded by its choice as they decode themselves, and by selectors instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseattn import Selection, attend
+from sparseattn.kernels.attend_latents import attend_latents
+from sparseattn.models.cache_argument import cache_argument
+from sparseattn.models.errors import ModelError
+from sparseattn.models.lossless import generate_lossless
+from sparseattn.models.native_attention import register
+from sparseattn.models.native_choice import choice_of
+from sparseattn.models.native_index import native_index
+from sparseattn.models.prefill import Prefill
+from sparseattn.models.sparse_cache import SparseCache
+from tests.models.tiny import MODES, SMALL, generate, plain, same, small
+from tests.models.tiny_native import FAMILIES, densely, native
+
+SLOW = pytest.mark.slow
+QUICK = ("minimax_m3_vl", "qwen4_exp", "glm_moe_dsa")
+# Implementation, sequences and padding of the last of them, and the families that are tried quickly so.
+RUNS = [("eager", 1, 0, ("qwen4_exp",)), ("eager", 2, 9, ("glm_moe_dsa",)), ("sdpa", 1, 0, ())]
+RUNS.append(("sdpa", 2, 9, ("minimax_m3_vl",)))
+EACH_RUN = [
+    pytest.param(family, *run, marks=[] if family in quick else SLOW)
+    for *run, quick in RUNS
+    for family in FAMILIES
+    if (family, run[0]) != ("hy_v4", "sdpa")  # which has none
+]
+QUICK_MODES = [("minimax_m3_vl", "lookup"), ("glm_moe_dsa", "chunked")]
+EACH_MODE = [
+    pytest.param(family, mode, marks=[] if (family, mode) in QUICK_MODES else SLOW)
+    for family in FAMILIES
+    for mode in MODES
+    if mode != "greedy" and (family, mode) != ("qwen4_exp", "lookup")  # linear attention does not go back
+]
+
+
+def inputs(batch: int = 1, padding: int = 0, tokens: int = 70) -> dict[str, Tensor]:
+    """Random ids, of which prompt lookup finds some again; the last sequence begins with padding."""
+    ids = torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(1))
+    ids[:, -6:] = ids[:, 10:16]
+    mask = torch.ones_like(ids)
+    mask[-1, :padding] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("family", "implementation", "batch", "padding"), EACH_RUN)
+def test_native_is_the_model_itself(family: str, implementation: str, batch: int, padding: int) -> None:
+    model, given = native(family, implementation), inputs(batch, padding)
+    expected = generate(model, plain(model), given)
+    with SparseCache(model, native=True) as cache:
+        same(generate(model, cache, given), expected)
+        stats = cache.stats()
+        assert stats.sparse_calls == 23 * len(cache.sparse_layers) > 0
+        assert stats.rows < 0.4 * stats.context  # so that the law says something
+    dense = generate(densely(model), plain(model), given)
+    assert (dense[1][0] - expected[1][0]).abs().max() > 0.1  # and the choice matters
+
+
+@pytest.mark.parametrize(("family", "mode"), EACH_MODE)
+def test_native_in_every_mode(family: str, mode: str) -> None:
+    model = native(family)
+    expected = generate(model, plain(model), inputs(), **MODES[mode])
+    with SparseCache(model, native=True) as cache:
+        same(generate(model, cache, inputs(), **MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "glm_moe_dsa"])
+def test_native_goes_back_and_on(family: str) -> None:
+    model, given = native(family), inputs()["input_ids"]
+    with SparseCache(model, native=True) as cache, torch.no_grad():
+        model(given[:, :-2], **cache_argument(cache))
+        twin = cache.clone()
+        first = [model(one, **cache_argument(cache)).logits for one in given[:, -2:].split(1, 1)]
+        cache.crop(-2)
+        again = [model(one, **cache_argument(cache)).logits for one in given[:, -2:].split(1, 1)]
+        other = [model(one, **cache_argument(twin)).logits for one in given[:, -2:].split(1, 1)]
+        assert all(map(torch.equal, again, other))
+        assert all(map(torch.equal, first, again))
+        assert cache.get_seq_length() == twin.get_seq_length() == given.shape[1]
+        with pytest.raises(ValueError, match="leave budget out"):
+            cache.clone(budget=8)
+        cache.reset()
+        model(given[:, :-2], **cache_argument(cache))
+        torch.testing.assert_close(model(given[:, -2:-1], **cache_argument(cache)).logits, again[0])
+
+
+@pytest.mark.parametrize(("mode", "padding"), [("greedy", 9), ("chunked", 0), pytest.param("chunked", 9, marks=SLOW)])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in FAMILIES if name != "hy_v4"],  # sinks
+)
+def test_a_selector_instead_of_the_index(family: str, mode: str, padding: int) -> None:
+    """At exhaustive settings it is dense attention without the index."""
+    model, given = native(family, "sdpa" if padding else "eager"), inputs(2, padding)
+    with SparseCache(model, "quest:page=4", None, **SMALL) as cache:
+        exhaustive = generate(model, cache, given, **MODES[mode])
+        assert cache.stats().sparse_calls == 23 * len(cache.sparse_layers) > 0
+    with SparseCache(model, "quest:page=4", 8, **SMALL) as cache:
+        few = generate(model, cache, given, **MODES[mode])
+    expected = generate(densely(model), plain(model), given, **MODES[mode])
+    same(exhaustive, expected)
+    torch.testing.assert_close(few[1][0], expected[1][0], rtol=0, atol=1e-4)  # of the prompt's last token
+    assert not torch.allclose(few[1][1], expected[1][1], atol=1e-2)
+
+
+def test_a_prompt_once_for_many_selectors() -> None:
+    model, given = native("minimax_m3_vl"), inputs()
+    prompt = Prefill(model, given["input_ids"][:, :-1])
+    cache = prompt.cache("quest:page=4", None, **SMALL)
+    shared = generate(model, cache, given, max_new_tokens=6)
+    alone = generate(model, SparseCache(model, "quest:page=4", None, **SMALL), given, max_new_tokens=6)
+    assert torch.equal(shared[0], alone[0])
+    with pytest.raises(ValueError, match="prefills by its choice"):
+        prompt.cache(native=True)
+
+
+def test_latents_are_keys_and_values_in_one() -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, latents = torch.randn(2, 3, 24, generator=draw), torch.randn(2, 40, 24, generator=draw)
+    rows = torch.stack([torch.randperm(40, generator=draw)[:9] for _ in range(2)])
+    rows[1, 3] = -1
+    values = latents.clone()
+    values[..., 16:] = 0
+    expected = attend(query[:, None], latents[:, None], values[:, None], Selection.tokens(rows[:, None]), scale=0.3)[0]
+    given = latents.clone()
+    unnamed = torch.ones(2, 40, dtype=torch.bool)
+    unnamed.scatter_(1, rows.clamp(min=0), False)
+    given[0][unnamed[0]] = torch.nan
+    out = attend_latents(query, given, rows.where(rows >= 0, -1), 16, 0.3)
+    torch.testing.assert_close(out, expected[:, 0, :, :16])
+    sinks = torch.randn(3, generator=draw)
+    lse = attend(query[:, None], latents[:, None], values[:, None], Selection.tokens(rows[:, None]), scale=0.3)[1]
+    share = torch.sigmoid(lse[:, 0] - sinks)[..., None]
+    torch.testing.assert_close(attend_latents(query, given, rows, 16, 0.3, sinks), out * share)
+    assert not attend_latents(query, latents, torch.full((2, 4), -1), 16, 0.3).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"selector": "quest"}, "leave selector out"),
+        ({"budget": 64}, "leave budget out"),
+        ({"rows": "kivi"}, "leave rows out"),
+    ],
+)
+def test_what_does_not_go_with_native(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SparseCache(native("glm_moe_dsa"), native=True, **settings)
+
+
+def test_models_that_native_refuses() -> None:
+    with pytest.raises(ModelError, match="no layer with an index of its own"):
+        SparseCache(small("llama"), native=True)
+    with pytest.raises(ModelError, match="adds a learned sink"):
+        SparseCache(native("hy_v4"), "quest")
+    model = native("glm_moe_dsa")
+    model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
+    with pytest.raises(ModelError, match=r"layer 1 .* projects latents by Sequential"):
+        SparseCache(model, native=True)
+    ids = inputs()["input_ids"]
+    with pytest.raises(ModelError, match="full attention is not what it does"):
+        generate_lossless(native("minimax_m3_vl"), ids, "quest", 16, max_new_tokens=4, do_sample=False)
+    model = native("glm_moe_dsa")
+    own = model.model.layers[2].self_attn
+    own.expand_kv = lambda latents, turned: [2 * x for x in type(own).expand_kv(own, latents, turned)]
+    with pytest.raises(ModelError, match="in another way than MLA"):
+        SparseCache(model, native=True)
+
+
+def test_a_choice_of_another_form_is_refused() -> None:
+    module = native("minimax_m3_vl").model.layers[1].self_attn
+    ids = torch.zeros(1, 2, 1, 3, dtype=torch.int64)
+    for options, words in (
+        ({"indices": ids}, r"integers \[B,1,S\] are read"),
+        ({"block_indices": ids.float()}, r"integers \[B,Hs,1,S\] are read"),
+        ({}, "passes no indices"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            choice_of(module, options, None, tokens=1, columns=40, padded=False)
+    assert native_index(torch.nn.Identity(), {}) is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name == "minimax_m3_vl" else SLOW)
+        for name in FAMILIES
+        if name not in ("qwen4_exp", "hy_v4")  # which pass no choice, or do more than softmax
+    ],
+)
+def test_native_attention_by_itself(family: str) -> None:
+    model, given = native(family, "sdpa"), inputs(2, 9)
+    expected = generate(model, plain(model), given)
+    model.set_attn_implementation(register())
+    same(generate(model, plain(model), given), expected)
+
+
+def test_native_attention_refuses_sinks() -> None:
+    model = native("hy_v4")
+    model.set_attn_implementation(register())
+    with pytest.raises(ModelError, match=r"learned sink .* use SparseCache\(native=True\)"):
+        model(inputs()["input_ids"])
