@@ -73,6 +73,11 @@ class LinesFile:
         self._own = path if rank is None else path.with_suffix(f".rank{rank}.jsonl")
 
     @property
+    def begun(self) -> bool:
+        """Whether the file that this process writes to holds something."""
+        return self._own.exists() and self._own.stat().st_size > 0
+
+    @property
     def parts(self) -> list[Path]:
         """The parts that are there, by name."""
         return parts_of(self.path)
