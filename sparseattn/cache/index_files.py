@@ -29,10 +29,10 @@ from pathlib import Path
 from torch import Tensor
 
 from sparseattn.cache import input_checks
+from sparseattn.cache.selector_state import check_described, described, filled
 from sparseattn.cache.state_checks import append_first
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors.base import Rows, Selector
-from sparseattn.selectors.identity import identity
 from sparseattn.utils.hashing import tensors_hash
 from sparseattn.utils.json_text import parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
@@ -90,7 +90,7 @@ def _save(
     selector: Selector, rows: Rows, known: str, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str]
 ) -> None:
     """Writes what `selector` built from `rows`, whole or not at all; `said` is what `_load` warns of again."""
-    tensors = {name: state.data.cpu() for name, state in _filled(selector)}
+    tensors = {name: state.data.cpu() for name, state in filled(selector)}
     try:
         selector.check_state(tensors, rows, None if order is None else order.cpu())
     except ValueError as error:  # a subclass keeps more than its base knows of
@@ -100,8 +100,7 @@ def _save(
     metadata = {
         "format": FORMAT,
         "version": VERSION,
-        "selector": identity(type(selector)),
-        "arguments": _arguments(selector),
+        **described(selector),
         "rows": known,
         "warnings": json.dumps(list(said)),
     }
@@ -128,15 +127,10 @@ def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[st
         metadata, tensors = load_tensors(path, FORMAT, VERSION, "an index of sparseattn")
     except TensorFileError as error:
         raise IndexFileError(f"{error}; delete it") from error
-    expected = {
-        "selector": identity(type(selector)),
-        "arguments": _arguments(selector),
-        "rows": known,
-    }
-    for name, mine in expected.items():
-        if metadata.get(name) != mine:
-            what = {"selector": "an index of", "arguments": "built with", "rows": "of the rows with SHA-256"}[name]
-            raise IndexFileError(f"{path} is {what} {metadata.get(name)}, here it would be {mine}")
+    try:
+        check_described(metadata, selector, rows=known)
+    except ValueError as error:
+        raise IndexFileError(f"{path} is {error}") from None
     order = tensors.pop(ORDER, None)
     try:
         if order is not None:
@@ -169,18 +163,10 @@ def _says(selector: Selector) -> bool:
     return own and all(_says(part) for _, part in selector.parts())
 
 
-def _filled(selector: Selector) -> list[tuple[str, RowBuffer]]:
-    return [(name, state) for name, state in selector.buffers() if isinstance(state, RowBuffer) and state.rows]
-
-
-def _arguments(selector: Selector) -> str:
-    return json.dumps(selector.index_arguments(), sort_keys=True)
-
-
 def _file_name(selector: Selector, rows_hash: str) -> str:
     # With the version a file of another release has another name: it is passed over, and the index is built.
-    whose = identity(type(selector))
-    known = (VERSION, whose, _arguments(selector), rows_hash)
+    whose, arguments = described(selector).values()
+    known = (VERSION, whose, arguments, rows_hash)
     digest = hashlib.sha256("\n".join(known).encode()).hexdigest()
     return f"{whose.replace(':', '.').rpartition('.')[2]}-{digest[:24]}.safetensors"
 

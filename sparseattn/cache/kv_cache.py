@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from sparseattn.cache import input_checks
+from sparseattn.cache import input_checks, prompt_files
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.layout import Zones
 from sparseattn.cache.rows import CUT_SHORT, StoredRows
@@ -406,6 +406,47 @@ class KVCache:
         self.search.lookahead = None
         self._shown.forget()
         self._decoded = False
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all that it holds, the selector's index too, to a prompt cache that `load` takes up (safetensors,
+        whole or not at all; for the moment as much memory again).
+
+        Raises:
+            ValueError: an index that is not in tensors (faiss's), or a file that cannot be written.
+        """
+        prompt_files.save(self, path)
+
+    def load(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> KVCache:
+        """Takes up what `save` wrote, into this cache, which is empty, and returns it: what follows is decoded as it
+        would have been there. Settings that are not compared (capacity, devices, `rollback`, a `knob`) may differ.
+
+        Rows decide what a model says, as weights do: load files that you trust.
+
+        Args:
+            device: the cache's own, where later rows come; sealed ones go to `sealed_device` if there is one.
+
+        Raises:
+            ValueError: a file that is damaged, or of another selector, index, layer, sink, window, seal or codec. The
+                cache stays empty.
+        """
+        prompt_files.load(self, path, device)
+        return self
+
+    def resume(self, begun: bool) -> None:
+        """Serves the rows that a file has put into it; `begun`: whether the first seal has been."""
+        keys = self.stored.sealed_keys if self.stored.zones.apart else self.stored.keys.full
+        self.selector.resume(keys[:, :, :0])
+        self._decoded = begun
+        self._shown.claim()
+        self.stored.publish()
+        self._shown.refresh()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first seal has been, or its time has."""
+        return self._decoded
 
     def to(self, device: torch.device | str) -> KVCache:
         """Moves storage and selector, and returns the cache; what lies on `sealed_device` stays there.

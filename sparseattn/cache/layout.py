@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,21 @@ class Zones:
     def __init__(self, batch: int, sink: int, apart: bool = False) -> None:
         self.sink, self.zone, self.start, self.apart, self.freed = sink, 0, sink, apart, 0
         self.count, self.sealed, self.next = ([0] * batch for _ in range(3))
+
+    def resume(self, sequences: Mapping[str, Sequence[int]], zone: int, freed: int) -> None:
+        """Takes the counts of a cache that was saved: `count`, `sealed` and `next` of each sequence.
+
+        Raises:
+            ValueError: counts of another number of sequences, or that no rows can have.
+        """
+        count, sealed, following = (list(sequences[name]) for name in ("count", "sealed", "next"))
+        each = [*count, *sealed, *following, zone, freed]
+        if {len(count), len(sealed), len(following)} != {len(self.count)} or any(type(n) is not int for n in each):
+            raise ValueError(f"counts of {len(self.count)} sequences are as many whole numbers, got {dict(sequences)}")
+        if min(each) < 0 or any(rows < done for rows, done in zip(count, sealed, strict=True)):
+            raise ValueError(f"no cache has the counts {dict(sequences)} in a zone of {zone} rows, {freed} freed")
+        self.count, self.sealed, self.next, self.freed = count, sealed, following, freed
+        self._resize(zone)
 
     @property
     def recent(self) -> list[int]:

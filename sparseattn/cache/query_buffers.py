@@ -3,7 +3,7 @@ newest of the prompt, kept until the first seal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,6 +85,13 @@ class Queries(RowBuffer):
     def reset(self) -> None:
         super().reset()
         self.held = self.held[:0]
+
+    def saved(self) -> dict[str, Tensor]:
+        return {**super().saved(), "held": self.held} if self.allocated else {}
+
+    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+        super().restore({name: part for name, part in held.items() if name != "held"}, device)
+        self.held = held["held"].to("cpu", torch.int64)
 
 
 class LastQueries(RowBuffer):
@@ -176,3 +183,10 @@ class LastQueries(RowBuffer):
     def reset(self) -> None:
         super().reset()
         self.at = self.at[:0]
+
+    def saved(self) -> dict[str, Tensor]:
+        return {**super().saved(), "at": self.at} if self.allocated else {}
+
+    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+        super().restore({name: part for name, part in held.items() if name != "at"}, device)
+        self.at = held["at"].to("cpu", torch.int64)

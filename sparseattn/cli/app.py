@@ -45,6 +45,7 @@ GROUPS = {
         "info": "Show what runs here and all names (methods, traces, texts), or describe files.",
     },
 }
+SEVERAL = ("bench", "calibrate", "capture", "eval", "recall", "recommend", "train")  # divide their work under torchrun
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 UsageError: Any = typer.BadParameter.__base__  # of click, which newer versions of typer hold inside
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended
@@ -118,7 +119,13 @@ def load(name: str) -> Any:
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     made = grouped(getattr(module, "GROUPS", {}))
     register = alone.command(name, cls=made, context_settings=getattr(module, "CONTEXT", None))
-    register(command(options, lambda given: _imported(name, file).run(given)))
+
+    def run(given: Any) -> None:
+        ranks = importlib.import_module("sparseattn.utils.ranks")
+        ranks.check_job(name, SEVERAL)
+        _imported(name, file).run(given)
+
+    register(command(options, run))
     return typer.main.get_command(alone)
 
 

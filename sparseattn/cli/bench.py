@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from sparseattn.cache.index_files import usable_folder
-from sparseattn.cache.selection_checks import ContractError
 from sparseattn.cli import options as shared
-from sparseattn.cli.bench_methods import ChosenMethods, MethodsOfTrace
+from sparseattn.cli.bench_items import Measuring, Replayed
+from sparseattn.cli.bench_methods import ChosenMethods
 from sparseattn.cli.bench_options import BenchOptions
 from sparseattn.cli.command import errors
+from sparseattn.cli.done_items import DoneItems
 from sparseattn.cli.inputs import leading_traces, open_roles, open_traces, say_differences
 from sparseattn.cli.options import LEAD
-from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.report import write_report
 from sparseattn.cli.report_options import EXPLORED, QUERIES, Explored
 from sparseattn.cli.results import RecordFile, check_figures, origin, results_folder, say_figure, say_records
-from sparseattn.core.budget import Budget, budget_order
+from sparseattn.core.budget import Budget
 from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.evaluation.by_head import JUDGED, Comparison
-from sparseattn.evaluation.replay import evaluate, evaluate_budgets
+from sparseattn.evaluation.replay import evaluate
 from sparseattn.evaluation.replay_settings import replay_device, usable_layers
-from sparseattn.evaluation.result import Evaluation
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.reporting import equal_cost, layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
-from sparseattn.roles.role import kept_label
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.files import write_atomic
+from sparseattn.utils.ranks import of_job
 
 # Not `retrieval`, whose graphs take longer to build than all of these take together.
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
 # Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
 TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments"), LEAD: ("saap", "moments")}
-
-
-@dataclass
-class Replayed:
-    """A trace, the methods to measure on it, and what was measured, method by method and by rising budget."""
-
-    trace: Trace
-    methods: MethodsOfTrace
-    results: list[Evaluation] = field(default_factory=list)
 
 
 def run(options: BenchOptions) -> None:
@@ -67,12 +55,19 @@ def run(options: BenchOptions) -> None:
     if options.indexes is not None:
         usable_folder(options.indexes)
 
+    measuring = Measuring(options, chosen, DoneItems(options.out / "bench.items"))
+    items = measuring.items(replays)
+    if ranks := of_job():
+        measuring.share(ranks, items)
+        if not ranks.first:
+            return
     file = RecordFile(options.out / "bench.jsonl", options.json)
-    for replay, results in _measured(options, chosen, replays):
+    for replay, results in measuring.measured(items):
         replay.results += results
         heads = options.per_head or (JUDGED if options.demo else False)
         file.add({**result.record(heads), "trace_meta": replay.trace.meta} for result in results)
     file.finish()
+    measuring.done.remove()
 
     screen = table_screen(options.wide)
     _show_results(options, replays, file.path, screen)
@@ -112,36 +107,6 @@ def _planned(options: BenchOptions, chosen: ChosenMethods, traces: Sequence[Trac
             measured = evaluate(trace, "window", 1, layers=options.layer_numbers, device=options.device, **zones)
             measured.far(options.far)
     return replays
-
-
-def _measured(
-    options: BenchOptions, chosen: ChosenMethods, replays: Sequence[Replayed]
-) -> Iterator[tuple[Replayed, list[Evaluation]]]:
-    """Yield the results by rising budget of every trace and method, with a progress bar.
-
-    A method of `all` that refuses the rows themselves goes to what is left out, with its reason.
-    """
-    with progress_bar() as bar:
-        for replay in replays:
-            trace, layers = replay.trace, usable_layers(replay.trace, options.layer_numbers)
-            for (method, budgets), codec in itertools.product(replay.methods.methods, options.codecs):
-                rising = sorted(budgets, key=lambda budget: budget_order(budget, trace.tokens))
-                rising = rising if method.uses_budget else rising[:1]
-                label = kept_label(method.label(), codec)
-                task = bar.add_task(f"{trace.name} {label}", total=options.last * len(layers) * len(rising))
-                advance = functools.partial(bar.advance, task)
-                try:
-                    results = evaluate_budgets(
-                        trace, method, rising, options.replay(codec), steps=options.steps, progress=advance
-                    )
-                except ValueError as error:
-                    kept = codec is not None and len(options.codecs) > 1 and not isinstance(error, ContractError)
-                    if not (kept or chosen.forgives(method, error)):
-                        raise
-                    replay.methods.left_out[kept_label(method.label(), codec)] = str(error)
-                else:
-                    yield replay, [result.far(options.far) for result in results] if options.far else results
-                bar.remove_task(task)
 
 
 def _figure_paths(options: BenchOptions, replays: Sequence[Replayed], what: str = "frontier") -> list[Path]:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import functools
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import typer
 
 from sparseattn.cli.calibrate_options import CalibrateOptions
+from sparseattn.cli.done_items import DoneItems
 from sparseattn.cli.progress import progress_bar, progress_of
 from sparseattn.reporting.terminal import Screen
 from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.trace import Trace
-from sparseattn.training.calibrate import calibrate
+from sparseattn.training.calibrate import calibrate, of_layer, output_file, prompts_of
 from sparseattn.training.fit_logits import fit
+from sparseattn.training.prompts import Prompts
 from sparseattn.training.similarity import similarity
 from sparseattn.utils.devices import usable_device
+from sparseattn.utils.ranks import Ranks, of_job
 
 MASS = "mass"  # of --method
 ZONES = ("sink", "window", "last")  # options of it
@@ -31,18 +35,29 @@ SHOWN = 8  # numbers of anchors that a report names
 
 def run(options: CalibrateOptions) -> None:
     """Run `sparseattn calibrate`."""
-    place = usable_device(options.device)
+    place, ranks = usable_device(options.device), of_job()
+    if ranks and (options.method == KASCADE or options.selector is not None):
+        raise ValueError(
+            f"--method {options.method} compares layers or fits one selector in one process, and torchrun has started "
+            f"{ranks.count}: start it without torchrun"
+        )
     if options.method == KASCADE:
         _compare_layers(options, place)
     elif options.selector is not None:
         _fit_estimates(options, options.selector)
     else:
-        _calibrate_channels(options, place)
+        _calibrate_channels(options, place, ranks)
 
 
-def _calibrate_channels(options: CalibrateOptions, place: torch.device) -> None:
+def _calibrate_channels(options: CalibrateOptions, place: torch.device, ranks: Ranks | None) -> None:
     """Write Loki's or Double Sparsity's calibration and say what a quarter of the dimensions has."""
     started, out = time.monotonic(), options.out
+    done = DoneItems(Path(f"{output_file(out)}.items"))
+    if ranks:
+        _share_layers(ranks, options, place, done)
+        if not ranks.first:
+            return
+    known = _known_layers(options, place, done) if done.folder.is_dir() else {}
     with progress_of(f"calibrate {options.method}") as progress:
         calibration = calibrate(
             options.traces,
@@ -52,7 +67,9 @@ def _calibrate_channels(options: CalibrateOptions, place: torch.device) -> None:
             roped=not options.before_rope,
             device=place,
             progress=progress,
+            known=known.get,
         )
+    done.remove()
     seconds = time.monotonic() - started
     figures = {index: figure(calibration, index) for index in calibration.layers}
     if options.json:
@@ -66,6 +83,34 @@ def _calibrate_channels(options: CalibrateOptions, place: torch.device) -> None:
     console.print("  ".join(f"layer {index} {share:.2f}" for index, share in figures.items()))
     prompts = len(calibration.meta["prompts"])
     console.print(f"{out}: {len(calibration.layers)} layers, {prompts} prompts, {seconds:.0f} s", soft_wrap=True)
+
+
+def _layer_files(options: CalibrateOptions, place: torch.device, done: DoneItems) -> tuple[Prompts, dict[int, Path]]:
+    """Return the prompts, and the file of each layer's statistics."""
+    roped = not options.before_rope
+    prompts = prompts_of(options.traces, options.method, options.layer_numbers, roped)
+    each = [prompt.sha256 for prompt in prompts.train]
+    return prompts, {i: done.path(options.method, i, roped, each, str(place)) for i in prompts.shapes}
+
+
+def _share_layers(ranks: Ranks, options: CalibrateOptions, place: torch.device, done: DoneItems) -> None:
+    """Measure the layers that this process takes, and return once all are measured."""
+    prompts, files = _layer_files(options, place, done)
+    layers = list(files)
+    costs = [float(prompts.shapes[layer].heads) for layer in layers]
+
+    def measure(number: int) -> tuple[Any, dict[str, torch.Tensor]]:
+        return None, of_layer(prompts, options.method, layers[number], not options.before_rope, place)
+
+    done.share(ranks, list(files.values()), costs, measure)
+
+
+def _known_layers(
+    options: CalibrateOptions, place: torch.device, done: DoneItems
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the statistics of layers that several processes have measured."""
+    read = {layer: done.read(path) for layer, path in _layer_files(options, place, done)[1].items()}
+    return {layer: one[1] for layer, one in read.items() if one is not None}
 
 
 def _fit_estimates(options: CalibrateOptions, spec: str) -> None:

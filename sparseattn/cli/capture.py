@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from sparseattn.cli import options as shared
 from sparseattn.cli import values
 from sparseattn.cli.capture_options import CaptureOptions
 from sparseattn.cli.inputs import named_text, open_model, open_text
-from sparseattn.cli.progress import progress_of
+from sparseattn.cli.progress import progress_bar, progress_of
 from sparseattn.cli.results import results_folder
 from sparseattn.reporting.terminal import Screen
+from sparseattn.traces.trace import Trace
 from sparseattn.utils.devices import usable_device
+from sparseattn.utils.ranks import Ranks, of_job
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,16 @@ class Passage:
 
 def run(options: CaptureOptions) -> None:
     """Run `sparseattn capture`."""
-    from sparseattn.models.capture import capture
-
-    layers = values.integers(options.layers, "--layers")
+    values.integers(options.layers, "--layers")
     place = usable_device(options.device)
     sources = [named_text(name) for name in options.text]
+    ranks = of_job()
     several = len(sources) > 1 or (isinstance(sources[0], Path) and sources[0].is_dir())
+    if ranks and not several:
+        raise ValueError(
+            f"one text is one process's work, and torchrun has started {ranks.count}: name several --text and a folder "
+            f"as --out, or start it without torchrun"
+        )
     traces = _traces(sources, options.out) if several else _trace(sources[0], options.out)
     contents = {source: _content(source) for source in traces.values()}
     if several:
@@ -51,30 +58,65 @@ def run(options: CaptureOptions) -> None:
     model, tokenizer = open_model(options.model, shared.torch_dtype(options.dtype), place)
     # All of them before the first takes its time.
     passages = {source: _passage(source, content, tokenizer, options) for source, content in contents.items()}
+    if ranks:
+        _share(ranks, options, model, traces, passages)
+        if not ranks.first:
+            return
     console = Screen()
     for target, source in traces.items():
-        passage = passages[source]
-        name, digest = getattr(source, "name", source), hashlib.sha256(passage.content).hexdigest()
-        with progress_of(f"capture {target.name}", passage.ids.shape[1]) as progress:
-            trace = capture(
-                model,
-                passage.ids.to(model.device),
-                target,
-                layers=layers,
-                queries=options.queries,
-                ahead=options.ahead,
-                chunk=options.chunk,
-                model_id=options.model,
-                text={"name": name, "sha256": digest},
-                pieces=passage.pieces,
-                keep=several,
-                progress=progress,
-            )
+        trace = Trace.open(target) if ranks else _captured(options, model, target, passages[source], several)
         size = target.stat().st_size / 2**20
         console.print(
             f"{target}: {trace.tokens} tokens, layers {', '.join(map(str, trace.layers))}, {size:.1f} MiB",
             soft_wrap=True,
         )
+
+
+def _share(
+    ranks: Ranks,
+    options: CaptureOptions,
+    model: Any,
+    traces: dict[Path, str | Path],
+    passages: dict[str | Path, Passage],
+) -> None:
+    """Write the traces that this process takes, the longest first, and return once all are there."""
+    targets = list(traces)
+    costs = [passages[source].ids.shape[1] for source in traces.values()]
+    with progress_bar() as bar:
+        task = bar.add_task(f"capture, {ranks.count} processes", total=len(targets))
+        for place in ranks.take(costs):
+            _captured(options, model, targets[place], passages[traces[targets[place]]], True, shown=False)
+            bar.update(task, completed=ranks.advance())
+        ranks.meet(lambda done: bar.update(task, completed=done))
+
+
+def _captured(
+    options: CaptureOptions, model: Any, target: Path, passage: Passage, keep: bool, shown: bool = True
+) -> Trace:
+    """Write the trace of a text, or with `keep` find it written."""
+    from sparseattn.models.capture import capture
+
+    digest = hashlib.sha256(passage.content).hexdigest()
+    bar = progress_of(f"capture {target.name}", passage.ids.shape[1]) if shown else contextlib.nullcontext(_silent)
+    with bar as progress:
+        return capture(
+            model,
+            passage.ids.to(model.device),
+            target,
+            layers=values.integers(options.layers, "--layers"),
+            queries=options.queries,
+            ahead=options.ahead,
+            chunk=options.chunk,
+            model_id=options.model,
+            text={"name": getattr(passage.source, "name", passage.source), "sha256": digest},
+            pieces=passage.pieces,
+            keep=keep,
+            progress=progress,
+        )
+
+
+def _silent(done: int, total: int) -> None:
+    pass
 
 
 def _passage(source: str | Path, content: bytes, tokenizer: Any, options: CaptureOptions) -> Passage:

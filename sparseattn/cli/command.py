@@ -14,6 +14,7 @@ import typer
 
 from sparseattn.cli.options import allow_own_modules
 from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.utils.ranks import job_rank, job_size
 
 Options = TypeVar("Options")
 
@@ -76,7 +77,12 @@ def raised_here(error: BaseException) -> bool:
 
 
 def say(line: str, style: str | None = None) -> None:
-    """Print a line of the command's own on standard error."""
+    """Print a line of the command's own on standard error; of several processes the first one speaks."""
+    if not job_rank():
+        _print(line, style)
+
+
+def _print(line: str, style: str | None) -> None:
     errors.print(f"sparseattn: {plain(line)}", style=style, soft_wrap=True)
 
 
@@ -85,5 +91,5 @@ def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
 
 
 def _fail(sentence: str) -> None:
-    say(sentence, "red")
+    _print(f"process {job_rank()} of {job_size()}: {sentence}" if job_size() > 1 else sentence, "red")
     raise typer.Exit(2)

@@ -14,20 +14,28 @@ from sparseattn.cli.eval_engines import addresses, local, served, settings_of_me
 from sparseattn.cli.eval_measure import measured
 from sparseattn.cli.eval_options import EngineName, EvalOptions
 from sparseattn.cli.eval_prompts import check_before_loading, lines_of
+from sparseattn.cli.eval_ranks import held, share
 from sparseattn.cli.eval_show import show, write_kvpress
 from sparseattn.cli.eval_sources import Files, sources
 from sparseattn.cli.results import check_figures, results_folder
 from sparseattn.evaluation.tasks.engines import Engine
-from sparseattn.evaluation.tasks.records import Records
+from sparseattn.evaluation.tasks.records import Records, key_of
 from sparseattn.evaluation.tasks.scoring import EDITION
 from sparseattn.reporting.eval_records import Row
 from sparseattn.reporting.eval_tables import marked
 from sparseattn.utils.devices import usable_device
 from sparseattn.utils.locks import locked
+from sparseattn.utils.ranks import of_job
 
 
 def run(options: EvalOptions) -> None:
     """Run `sparseattn eval`."""
+    ranks = of_job()
+    if ranks and (options.endpoint or options.engine is EngineName.vllm):
+        raise ValueError(
+            f"eval by {ranks.count} processes of torchrun needs the model in each of them: a server or --engine vllm "
+            f"answers one process, so start it without torchrun"
+        )
     vllm = options.engine is EngineName.vllm
     servers = addresses(options) if options.endpoint else []
     options.check_together()
@@ -39,8 +47,8 @@ def run(options: EvalOptions) -> None:
     results_folder(options.out)
 
     with contextlib.ExitStack() as stack:
-        # Of two runs, each would write every record.
-        stack.enter_context(locked(options.out / "eval.lock", f"--out {options.out}"))
+        if not ranks or ranks.first:  # of two runs, each would write every record
+            stack.enter_context(locked(options.out / "eval.lock", f"--out {options.out}"))
         checked = not servers and check_before_loading(options.model_name, files.prompts, options)
         if servers:
             opened = stack.enter_context(served(options, servers))
@@ -56,7 +64,14 @@ def run(options: EvalOptions) -> None:
             "scoring": options.scoring,
             "scoring_edition": EDITION,
         }
-        file = Records(options.out / "eval.jsonl", settings)
+        file = Records(options.out / "eval.jsonl", settings, ranks.rank if ranks else None)
+        if ranks:
+            prompts = held(prompts)
+            ranks.meet()  # nobody writes before all have read
+            share(ranks, prompts, opened.engine, file)
+            if not ranks.first:
+                return
+            file.read()
         baseline = baseline_of(opened.engine)
         shown: list[dict[str, Any]] = []
         records = stack.enter_context(contextlib.closing(measured(prompts, opened.engine, file)))
@@ -65,6 +80,7 @@ def run(options: EvalOptions) -> None:
             shown += whole
             if options.json:
                 typer.echo("\n".join(map(json.dumps, whole)))
+        file.join(map(key_of, shown))
         show(shown, file.path, json=options.json, figures=options.figures)
         if lines:
             write_kvpress(shown, lines, options.out / "kvpress")

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from sparseattn.cli.command import errors, say
 from sparseattn.reporting.terminal import plain
+from sparseattn.utils.ranks import job_rank
 
 BAR = 20  # characters
 NUMBERS = 32  # characters of all behind the bar: steps done and in all, times, and spaces
@@ -37,7 +38,8 @@ class _Words(ProgressColumn):
 
 
 def progress_bar() -> Progress:
-    """Return a progress bar, which shows nothing where standard error is no terminal."""
+    """Return a progress bar, which shows nothing where standard error is no terminal; of several processes the first
+    one's shows."""
     return Progress(
         _Words(table_column=Column(no_wrap=True)),
         BarColumn(BAR),
@@ -46,7 +48,7 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=errors,
         transient=True,
-        disable=not errors.is_terminal,
+        disable=not errors.is_terminal or job_rank() > 0,
     )
 
 
@@ -58,7 +60,7 @@ class Stages:
 
     def say(self, words: str) -> None:
         """Print the time and what begins now."""
-        if not errors.is_terminal:
+        if not errors.is_terminal and not job_rank():
             say(f"{datetime.timedelta(seconds=int(time.monotonic() - self.begun))} {words}")
 
 

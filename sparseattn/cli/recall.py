@@ -6,14 +6,19 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from sparseattn.cli import values
 from sparseattn.cli.command import errors
+from sparseattn.cli.done_items import DoneItems, key_of_method
 from sparseattn.cli.inputs import leading_traces, open_traces
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.recall_options import DEPTHS, LEADS, RecallOptions
 from sparseattn.cli.results import RecordFile, check_figures, results_folder, say_figure, say_records
+from sparseattn.evaluation import curve_files
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.recall_sweep import Problem, check, curves
 from sparseattn.evaluation.replay_settings import usable_layers
@@ -22,6 +27,7 @@ from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
+from sparseattn.utils.ranks import Ranks, of_job
 
 CONTROL = "keys to keys"
 DIRECTIONS = ("queries to keys", CONTROL)
@@ -39,6 +45,7 @@ class KeySource:
         gaps: task -> gap, for synthetic ones.
         keys: N.
         load: makes the problems of each task, the control's too.
+        layers: of a trace.
     """
 
     name: str
@@ -48,6 +55,7 @@ class KeySource:
     gaps: dict[str, float]
     keys: int
     load: Callable[[], dict[str, list[Problem]]]
+    layers: Sequence[int] = ()
 
 
 def run(options: RecallOptions) -> None:
@@ -60,13 +68,19 @@ def run(options: RecallOptions) -> None:
             check(method, source.keys, options.k)
     results_folder(options.out)
 
-    file = RecordFile(options.out / "recall.jsonl", options.json)
     measured: list[dict[str, dict[str, Curve]]] = [{} for _ in sources]  # per source: task -> label -> curve
-    for i, label, curve_of_task in _measure(sources, methods, options.k, options.knobs):
+    done = DoneItems(options.out / "recall.items")
+    if ranks := of_job():
+        _share(ranks, done, sources, options)
+        if not ranks.first:
+            return
+    file = RecordFile(options.out / "recall.jsonl", options.json)
+    for i, label, curve_of_task in _measure(sources, options, done):
         for task, curve in curve_of_task.items():
             measured[i].setdefault(task, {})[label] = curve
         file.add(_records(sources[i], label, curve_of_task))
     file.finish()
+    done.remove()
 
     columns = [
         [recall_tables.Recalled(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
@@ -133,20 +147,51 @@ def _draw(
             say_figure(options.out / name)
 
 
+def _items(sources: Sequence[KeySource], options: RecallOptions, done: DoneItems) -> list[tuple[int, int, Path]]:
+    """Return every source with every method, by number, and the file of what several processes find."""
+    found = []
+    for i, source in enumerate(sources):
+        keys = {"name": source.name, "keys": source.keys, "facts": source.facts, "gaps": source.gaps}
+        for m, (_, method) in enumerate(options.methods):
+            how = {"k": options.k, "knobs": options.knobs, "queries": options.queries, "layers": source.layers}
+            found.append((i, m, done.path(keys, how, key_of_method(method))))
+    return found
+
+
+def _share(ranks: Ranks, done: DoneItems, sources: Sequence[KeySource], options: RecallOptions) -> None:
+    """Measure the items that this process takes; the source of the last one stays loaded."""
+    items = _items(sources, options, done)
+    load = functools.lru_cache(maxsize=1)(lambda i: sources[i].load())
+
+    def measure(place: int) -> tuple[Any, dict[str, Tensor]]:
+        i, m, _ = items[place]
+        return curve_files.written(curves(options.methods[m][1], load(i), k=options.k, values=options.knobs))
+
+    done.share(ranks, [path for _, _, path in items], [sources[i].keys for i, _, _ in items], measure)
+
+
 def _measure(
-    sources: Sequence[KeySource], methods: Sequence[tuple[str, Selector]], k: int, values: list[int] | None
+    sources: Sequence[KeySource], options: RecallOptions, done: DoneItems
 ) -> Iterator[tuple[int, str, dict[str, Curve]]]:
-    """Yield (number of the source, label, task -> curve) for every source and method, with a progress bar."""
+    """Yield (number of the source, label, task -> curve) for every source and method, with a progress bar; what
+    several processes have measured is read."""
+    items = _items(sources, options, done) if done.folder.is_dir() else []
+    known = {(i, m): found for i, m, path in items if (found := done.read(path)) is not None}
     with progress_bar() as bar:
         for i, source in enumerate(sources):
             title = next(iter(source.titles.values()))
-            load = bar.add_task(f"{title}: loading", total=None)
-            tasks = source.load()
-            bar.remove_task(load)
-            for label, method in methods:
+            tasks: dict[str, list[Problem]] | None = None
+            for m, (label, method) in enumerate(options.methods):
+                if (i, m) in known:
+                    yield i, label, curve_files.read(*known[i, m])
+                    continue
+                if tasks is None:
+                    load = bar.add_task(f"{title}: loading", total=None)
+                    tasks = source.load()
+                    bar.remove_task(load)
                 task = bar.add_task(f"{source.keys:,} keys {label}", total=None)
                 show = functools.partial(_show, bar, task, f"{source.name}, {source.keys:,} keys, {label}")
-                yield i, label, curves(method, tasks, k=k, values=values, progress=show)
+                yield i, label, curves(method, tasks, k=options.k, values=options.knobs, progress=show)
                 bar.remove_task(task)
 
 
@@ -238,4 +283,4 @@ def _trace(
 
     facts = {"sink": sink, "tokens": trace.tokens, "trace_meta": trace.meta}
     titles = {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}
-    return KeySource(trace.name, growth, titles, facts, {}, keys, load)
+    return KeySource(trace.name, growth, titles, facts, {}, keys, load, chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -16,11 +17,17 @@ from sparseattn.roles.plan import Plan
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.utils.files import write_atomic
 from sparseattn.utils.locks import locked
+from sparseattn.utils.ranks import of_job
 
 
 def run(options: RecommendOptions) -> None:
     """Run `sparseattn recommend`."""
+    ranks = of_job()
     if options.lossless:
+        if ranks:
+            raise ValueError(
+                "--lossless times drafts, which other processes would slow down: start it without torchrun"
+            )
         from sparseattn.cli.recommend_lossless import run as run_lossless
 
         results_folder(options.out)
@@ -34,14 +41,20 @@ def run(options: RecommendOptions) -> None:
     why = path.with_suffix(".md")
     if not path.parent.is_dir():
         raise ValueError(f"the folder of --plan does not exist: {path.parent}")
-    with locked(options.out / "recommend.lock", f"--out {options.out}"):
+    with contextlib.ExitStack() as stack:
+        if not ranks or ranks.first:
+            stack.enter_context(locked(options.out / "recommend.lock", f"--out {options.out}"))
         try:
-            result = search(options, options.out / "recommend.jsonl")
+            result = search(options, options.out / "recommend.jsonl", ranks)
         except NoPlanError as error:
+            if ranks and not ranks.first:
+                return  # the first process says so
             if path.exists():
                 raise NoPlanError(f"{error} {path} is of an earlier run.") from None
             write_atomic(why, f"# No plan\n\n{error}\n".encode())
             raise
+        if ranks and not ranks.first:
+            return
         if options.vllm:
             Settings.of_plan(result.plan)
         result.plan.save(path)

@@ -34,6 +34,7 @@ from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import DENSE, Role, Share
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.utils.devices import quarter_of_memory
+from sparseattn.utils.ranks import Ranks, in_turn
 
 ADVICE = "Allow a larger --error, larger budgets, other methods or more --windows to choose by."
 
@@ -65,8 +66,10 @@ class Recommendation:
     serves: bool
 
 
-def search(options: RecommendOptions, path: Path) -> Recommendation:
+def search(options: RecommendOptions, path: Path, ranks: Ranks | None = None) -> Recommendation:
     """Measure what the records at `path` lack, choose, and verify.
+
+    Several processes divide the windows, and all of them choose: from the same records the same.
 
     Raises:
         ValueError: what does not fit the model, or records of other settings.
@@ -93,7 +96,10 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
     wide = dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
     layers = _layers(decoder, wide)
     settings = settings_of(options, texts, decoder, wide, layers)
-    records = TrialRecords(path, settings)
+    with in_turn(ranks):
+        records = TrialRecords(path, settings, ranks.rank if ranks else None)
+        if not ranks or ranks.first:
+            records.join()  # what a job has left that was killed
     trials = Trials(
         decoder,
         tokens,
@@ -103,18 +109,17 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         record_origin,
     )
     wanted = _objective(options, layers, groups, wide)
-    _measure_frontiers(trials, [window for window in every if not window.held_out], groups, len(layers), stages)
+    searched = [window for window in every if not window.held_out]
+    _measure_frontiers(trials, searched, groups, len(layers), stages, ranks)
     means = averaged(trials.frontiers(groups))
-    looking = functools.partial(_found, options, trials, every, layers, means, groups, stages)
-    instead = ""
+    looking = functools.partial(_found, options, trials, every, layers, means, groups, stages, ranks)
+    first = not ranks or ranks.first
     try:
-        found = looking(wanted)
-    except NoPlanError as none:
-        if not isinstance(wanted, Predicted):
-            raise NoPlanError(f"{none} {ADVICE}") from None
-        found = _by_bytes(none, functools.partial(looking, _measured_bytes(options, layers, wide)))
-        reason, time_of_it = str(none), _predicted_time(found, layers, wanted)
-        instead = f"{reason[:1].upper()}{reason[1:]} So this plan is chosen by bytes read. {time_of_it}"
+        found, instead = _plan_or_instead(looking, wanted, layers, _measured_bytes(options, layers, wide))
+    except NoPlanError:
+        if first:
+            records.join()
+        raise
     plan = make_plan(
         options,
         settings,
@@ -124,8 +129,24 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         records.of(MADE),
         instead,
     )
-    keep(records, plan)
+    if first:
+        keep(records, plan)
+        records.join()
     return Recommendation(plan, layers, found.choices, found.proposal, found.objective, found.rounds, options.vllm)
+
+
+def _plan_or_instead(
+    looking: Callable[[Objective], Configuration], wanted: Objective, layers: Sequence[Layer], by_bytes: MeasuredBytes
+) -> tuple[Configuration, str]:
+    """Return what keeps the bound, and where it is not what was wanted but reads fewer bytes, why, as a sentence."""
+    try:
+        return looking(wanted), ""
+    except NoPlanError as none:
+        if not isinstance(wanted, Predicted):
+            raise NoPlanError(f"{none} {ADVICE}") from None
+        found = _by_bytes(none, functools.partial(looking, by_bytes))
+        reason, time_of_it = str(none), _predicted_time(found, layers, wanted)
+        return found, f"{reason[:1].upper()}{reason[1:]} So this plan is chosen by bytes read. {time_of_it}"
 
 
 def _found(
@@ -136,12 +157,15 @@ def _found(
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     stages: Stages,
+    ranks: Ranks | None,
     objective: Objective,
 ) -> Configuration:
     """Choose and verify what has little of the objective; NoPlanError where nothing keeps the bound."""
     choices = _choices(layers, means, groups, objective)
     families = _families(choices) if options.vllm else [choices]
-    return Configuration(objective, choices, *_verified(options, trials, every, layers, families, objective, stages))
+    return Configuration(
+        objective, choices, *_verified(options, trials, every, layers, families, objective, stages, ranks)
+    )
 
 
 def _by_bytes(none: NoPlanError, looking: Callable[[], Configuration]) -> Configuration:
@@ -224,14 +248,36 @@ def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence
 
 
 def _measure_frontiers(
-    trials: Trials, searched: Sequence[TextWindow], groups: Sequence[Sequence[Role]], layers: int, stages: Stages
+    trials: Trials,
+    searched: Sequence[TextWindow],
+    groups: Sequence[Sequence[Role]],
+    layers: int,
+    stages: Stages,
+    ranks: Ranks | None,
 ) -> None:
+    if ranks:
+        items = list(itertools.product(searched, groups))
+
+        def measure(place: int) -> None:
+            window, group = items[place]
+            trials.frontier(window, [group], lambda done: None)
+
+        stages.say(f"measure {len(groups)} methods in {layers} layers of {len(searched)} windows")
+        _divide(trials, ranks, "layers", len(items), measure)
+        return
     with progress_bar() as bar:
         task = bar.add_task("layers", total=len(searched) * layers * len(groups))
         for n, window in enumerate(searched, 1):
             bar.update(task, description=f"layers, window {n}/{len(searched)}")
             stages.say(f"measure {len(groups)} methods in {layers} layers, window {n} of {len(searched)}")
             trials.frontier(window, groups, lambda done: bar.advance(task, done))
+
+
+def _divide(trials: Trials, ranks: Ranks, words: str, count: int, measure: Callable[[int], object]) -> None:
+    """`Trials.divide` with a progress bar of all processes."""
+    with progress_bar() as bar:
+        task = bar.add_task(f"{words}, {ranks.count} processes", total=count)
+        trials.divide(ranks, count, measure, lambda done: bar.update(task, completed=done))
 
 
 def _choices(
@@ -283,6 +329,7 @@ def _verified(
     families: Sequence[dict[int, list[LayerOption]]],
     objective: Objective,
     stages: Stages,
+    ranks: Ranks | None,
 ) -> tuple[Proposal, list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the configuration that keeps the bound on windows held out, what was measured of it there, and the rounds.
 
@@ -297,6 +344,8 @@ def _verified(
     def losses(proposal: Proposal, where: Sequence[TextWindow], what: str) -> list[dict[str, Any]]:
         records = []
         stages.say(f"{what}: a plan on {len(where)} {'window' if len(where) == 1 else 'windows'}")
+        if ranks:
+            _divide(trials, ranks, what, len(where), lambda place: trials.agreement(where[place], proposal.roles))
         with progress_bar() as bar:
             task = bar.add_task(what, total=len(where))
             for window in where:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -178,6 +179,23 @@ class StoredCodes(State):
         self.rows, self._starts, self._own = 0, [], []
         for buffer in self._parts.values():
             buffer.reset()
+
+    def saved(self) -> dict[str, Tensor]:
+        if not self.rows:
+            return {}
+        own = [[entries[name] for name in self._shares if self._shares[name] == OWN] for entries in self._own]
+        parts = {f"part.{name}": buffer.data for name, buffer in self._parts.items() if buffer.allocated}
+        size = torch.tensor([self.rows, self.size])
+        return {**parts, "seals": torch.tensor(self._starts), "own": torch.tensor(own), "size": size}
+
+    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+        names = [name for name, share in self._shares.items() if share == OWN]
+        for name, part in held.items():
+            kind, _, own = name.partition(".")
+            if kind == "part":
+                self._parts[own].append(part.to(device))
+        self._starts, (self.rows, self.size) = held["seals"].tolist(), held["size"].tolist()
+        self._own = [dict(zip(names, entries, strict=True)) for entries in held["own"].tolist()]
 
     def to(self, device: torch.device | str) -> None:
         for buffer in self._parts.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,18 @@ class State(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes held for the rows taken in."""
+
+    def saved(self) -> dict[str, Tensor]:
+        """What it holds, as tensors by name, for a file; none where it holds nothing.
+
+        Raises:
+            ValueError: it is held in something else than tensors.
+        """
+        raise ValueError(f"a {type(self).__name__} is not kept in tensors, so it is not written to files")
+
+    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+        """Makes an empty one hold what `saved` gave, on `device`. ValueError for other names or shapes."""
+        raise ValueError(f"a {type(self).__name__} is not read from files")
 
 
 class RowBuffer(State):
@@ -235,7 +247,21 @@ class RowBuffer(State):
         if self.storage is not None:
             self.storage, self._view = self.storage.to(device), None
 
+    def saved(self) -> dict[str, Tensor]:
+        """The filled rows, a view."""
+        return {} if self.storage is None else {"rows": self.data}
+
+    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+        """Appends the rows that `saved` gave."""
+        if set(held) != {"rows"} or held["rows"].ndim <= self.dim:
+            raise ValueError(f"a row buffer holds rows of {self.dim + 1} dimensions or more, got {_shapes(held)}")
+        self.append(held["rows"].to(device))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the filled rows."""
         return 0 if self.storage is None else self.data.numel() * self.storage.element_size()
+
+
+def _shapes(held: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in held.items()) or "nothing"

@@ -25,6 +25,7 @@ from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.core.budget import Budget
 from sparseattn.core.layer_choices import Board
 from sparseattn.models import layer_checks as checks
+from sparseattn.models import prompt_files
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
 from sparseattn.models.layer_maker import LayerMaker
@@ -267,6 +268,42 @@ class SparseCache(Cache):
                     checks.check_budget(index, of_layer, part.share)
                     part.assign(part.share, of_layer)
         return twin
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    @property
+    def real(self) -> Tensor | None:
+        """`[B,T]` bool on the CPU, which tokens are no padding; None: all."""
+        return self._real.real
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what every layer holds to a prompt cache, see `KVCache.save`, with the model's fingerprint.
+
+        Raises:
+            ValueError: a layer whose index or state is not in rows and tensors.
+            RuntimeError: nothing is held, or a pass was cut short.
+        """
+        if not self._passes.whole(self.layers):
+            raise RuntimeError("a forward pass was cut short, and its layers hold different tokens: crop(0) first")
+        prompt_files.save(self, path)
+
+    def load(self, path: str | os.PathLike[str]) -> SparseCache:
+        """Take up what `save` wrote, into this cache, which is empty, and return it. The model goes on behind the
+        tokens that were taken in there: `generate` is given their ids and the new ones.
+
+        Rows decide what a model says, as its weights do: load files that you trust.
+
+        Raises:
+            ValueError: a damaged file, or one of another model, dtype, selector, or settings of rows (see
+                `KVCache.load`). The cache stays empty.
+        """
+        if self._tokens():
+            raise ValueError(
+                f"a prompt cache is loaded into an empty SparseCache, and this one has {self._tokens()} tokens"
+            )
+        self._real.real = prompt_files.load(self, path)
+        self._dtype = self.model.dtype
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
         return self.clone()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseattn.evaluation.tasks.jsonlines import append, json_object, whole_lines
+from sparseattn.evaluation.tasks.jsonlines import LinesFile, json_object
 from sparseattn.utils.json_fields import Either, FieldError, Flag, Items, Kind, Maybe, Number, Object, Text, Values
 
 KEY = "record"  # what a line is of: settings, made, frontier, trial or plan
@@ -75,23 +75,43 @@ class TrialRecords:
     Args:
         path: the file; its folder exists. A line that was cut off, as of a run that was killed, is dropped.
         settings: what every line's numbers depend on.
+        rank: of this process among several that write, see `LinesFile`; a part begins with the settings too.
 
     Attributes:
-        found: the lines, without the first.
+        found: the lines, without the first; those of parts behind those of the file.
 
     Raises:
         OSError: the file cannot be used.
         ValueError: it holds lines of other settings, or such as are no records; names the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], rank: int | None = None) -> None:
         self.path = Path(path)
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
         self.found: list[dict[str, Any]] = []
-        if not whole_lines(self.path, self._take):
-            append(self.path, {KEY: "settings", **self.settings})
+        self._file, self._alone = LinesFile(self.path, rank), rank is None
+        self._begun = False  # whether the file that this process writes to has its first line
+        self.read()
 
-    def _take(self, line: bytes, number: int) -> None:
+    def read(self) -> None:
+        """Read what is there now, of all processes; a line that is there twice once."""
+        self.found.clear()
+        there = self._file.read(self._take)
+        self._begun = self._file.begun
+        if not there and self._alone:
+            self._begin()
+
+    def join(self) -> None:
+        """Put what lies in parts behind the lines of the file, and remove the parts."""
+        if self._file.parts:
+            self._file.join([{KEY: "settings", **self.settings}, *self.found])
+            self._begun = self._file.begun
+
+    def _begin(self) -> None:
+        self._file.append({KEY: "settings", **self.settings})
+        self._begun = True
+
+    def _take(self, line: bytes, number: int, path: Path) -> None:
         try:
             one = json_object(line)
             check_line(one)
@@ -99,16 +119,16 @@ class TrialRecords:
                 raise ValueError("settings are the first line, and no other")
         except ValueError as error:
             raise ValueError(
-                f"{self.path}, line {number} is no record of this command: {error}; remove that file, or name another "
-                f"folder"
+                f"{path}, line {number} is no record of this command: {error}; remove that file, or name another folder"
             ) from None
         if number > 1:
-            self.found.append(one)
+            if path == self.path or one not in self.found:
+                self.found.append(one)
             return
         for name in {**self.settings, **one}:
             if name != KEY and one.get(name) != self.settings.get(name):
                 raise ValueError(
-                    f"{self.path}, line 1 is of another {name} ({reprlib.repr(one.get(name))}, now "
+                    f"{path}, line 1 is of another {name} ({reprlib.repr(one.get(name))}, now "
                     f"{reprlib.repr(self.settings.get(name))}): name another folder, or remove that file"
                 )
 
@@ -118,6 +138,8 @@ class TrialRecords:
 
     def add(self, kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Appends a line and returns it as it reads back; it is on the disk then."""
-        kept = append(self.path, {KEY: kind, **record})
+        if not self._begun:
+            self._begin()
+        kept = self._file.append({KEY: kind, **record})
         self.found.append(kept)
         return kept

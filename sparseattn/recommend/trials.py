@@ -21,6 +21,7 @@ from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.windows import TextWindow
 from sparseattn.roles.role import Role
 from sparseattn.roles.roles import Roles
+from sparseattn.utils.ranks import Ranks
 
 FRONTIER, TRIAL = "frontier", "trial"
 KEPT = ("kl", "same_top", "nll", "nll_difference", "scored_tokens", "rows", "context", "bytes_share")
@@ -66,6 +67,7 @@ class Trials:
         self.decoder, self.tokens, self.records, self.settings = decoder, tokens, records, settings
         self._memory, self._held = memory, dict[tuple[int, ...], Any]()
         self._begin, self._begun = begin, False
+        self._seen: tuple[int, dict[int, LayerSeen]] | None = None
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
@@ -86,17 +88,26 @@ class Trials:
         if not missing:
             return
         prefill = self.read(window.prompt.context)
-        seen = observe(prefill, window.prompt.question, self.settings.draws, window.number)
+        seen = self._observed(prefill, window)
         for group in missing:
             for layer in self.decoder.sparse:
                 if (layer, *names[id(group)]) not in known:
                     self._layer(prefill, window, layer, seen[layer], group)
                 done(1)
 
+    def _observed(self, prefill: Any, window: TextWindow) -> dict[int, LayerSeen]:
+        """What a window's last tokens saw of each layer, made once for the methods that are measured one by one."""
+        if self._seen is None or self._seen[0] != window.number:
+            self._seen = None  # the last window's are freed before the next ones are made
+            self._seen = window.number, observe(prefill, window.prompt.question, self.settings.draws, window.number)
+        return self._seen[1]
+
     def frontiers(self, groups: Sequence[Sequence[Role]]) -> list[dict[str, Any]]:
         """What was recorded of these methods, as they are now; of no other, whatever a record calls itself."""
-        asked = {_measured_as(group) for group in groups}
-        return [one for one in self.records.of(FRONTIER) if (one["method"], one["source"]) in asked]
+        asked = {_measured_as(group): place for place, group in enumerate(groups)}
+        found = [one for one in self.records.of(FRONTIER) if (one["method"], one["source"]) in asked]
+        # As one process measures them: several append in any order, and sums depend on theirs.
+        return sorted(found, key=lambda one: (one["number"], asked[one["method"], one["source"]], one["layer"]))
 
     def _layer(self, prefill: Any, window: TextWindow, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
         for role in group:
@@ -132,6 +143,18 @@ class Trials:
         (found,) = measure(window.prompt, [Method(roles)], (), _Reading(self), self.tokens)
         place = {"number": window.number, "source": source}
         return self._add(TRIAL, {**place, **{name: found[name] for name in KEPT}})
+
+    # -- several processes -------------------------------------------------------------------------------------------
+
+    def divide(self, ranks: Ranks, count: int, measure: Callable[[int], object], shown: Callable[[int], None]) -> None:
+        """Let each process `measure` those of `count` items, by number, that it takes; what all of them found is in the
+        records then. `shown` is called with the items done."""
+        for place in ranks.take([1.0] * count):
+            measure(place)
+            shown(ranks.advance())
+        ranks.meet(shown)
+        self.records.read()
+        ranks.meet()  # nobody joins parts that others are reading
 
     def _add(self, kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
         if not self._begun:

@@ -185,6 +185,15 @@ class Selector(Stateful, Named, ABC):
         """
         raise ValueError(f"{self} does not say what its state must be (check_state), so it is not read from files")
 
+    def resume(self, keys: Tensor) -> None:
+        """Make ready what is `late`, where its state comes from a file and `append` does not come; parts do by default.
+
+        Args:
+            keys: `[B,H,0,D]`, of the dtype and on the device of those that it was shown.
+        """
+        for _, part in self.parts():
+            part.resume(keys)
+
     # -- the layer -----------------------------------------------------------------------------------------------------
 
     def for_layer(self: Self, layer: LayerContext | int) -> Self:

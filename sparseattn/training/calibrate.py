@@ -27,6 +27,7 @@ def calibrate(
     roped: bool = True,
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    known: Callable[[int], dict[str, Tensor] | None] = lambda layer: None,
 ) -> Calibration:
     """Compute a method's statistics over all tokens of all prompts, and write them as the calibration `out`.
 
@@ -40,6 +41,7 @@ def calibrate(
         roped: use keys as attention sees them; otherwise keys before RoPE, for "loki" only.
         device: where to compute; a CUDA device if there is one.
         progress: called with the number of layers done, over all prompts, and their total.
+        known: gives the statistics of a layer that are there already (`of_layer`).
 
     Returns:
         The calibration that was written.
@@ -50,27 +52,51 @@ def calibrate(
         CalibrationError: a file that cannot be written.
         ValueError: a device that torch cannot use here.
     """
-    if method not in METHODS:
-        raise TrainingError(f"a calibration is for one of {', '.join(METHODS)}, got {method!r}")
-    out, statistic, place = output_file(out), METHODS[method], usable_device(device)
-    if not roped and statistic.queries:
-        raise TrainingError(f"{method} takes keys and queries after RoPE, not before it")
-    prompts = open_all(traces, layers, roped)
+    out, place = output_file(out), usable_device(device)
+    prompts = prompts_of(traces, method, layers, roped)
     total = len(prompts.shapes) * len(prompts.train)
     found: dict[int, dict[str, Tensor]] = {}
-    for index, shape in prompts.shapes.items():
-        sums: list[dict[str, Any]] = [{} for _ in range(shape.heads)]
-        for prompt in prompts.train:
-            for head, view in load(prompts, prompt, index, range(shape.heads), roped, place):
-                queries = view.query.to(place)[None] if statistic.queries else None
-                keys = view.inputs[-view.query.shape[1] :] if statistic.queries else view.inputs
-                for name, part in statistic.sums(keys[None], queries).items():
-                    sums[head][name] = sums[head].get(name, 0) + part
-            progress(len(found) * len(prompts.train) + prompts.train.index(prompt) + 1, total)
-        solved = [statistic.solved(one) for one in sums]
-        found[index] = {name: torch.cat([one[name] for one in solved]) for name in statistic.names}
+    for index in prompts.shapes:
+        before, there = len(found) * len(prompts.train), known(index)
+        if there is None:
+            there = of_layer(prompts, method, index, roped, place, lambda done: progress(before + done, total))  # noqa: B023
+        found[index] = there
+        progress(before + len(prompts.train), total)
     Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta_of(prompts)).save(out)
     return Calibration.load(out)
+
+
+def prompts_of(
+    traces: Sequence[str | os.PathLike[str]], method: str, layers: Sequence[int] | None, roped: bool
+) -> Prompts:
+    """Return the prompts of traces, with the layers to calibrate; raises as `calibrate`."""
+    if method not in METHODS:
+        raise TrainingError(f"a calibration is for one of {', '.join(METHODS)}, got {method!r}")
+    if not roped and METHODS[method].queries:
+        raise TrainingError(f"{method} takes keys and queries after RoPE, not before it")
+    return open_all(traces, layers, roped)
+
+
+def of_layer(
+    prompts: Prompts,
+    method: str,
+    index: int,
+    roped: bool,
+    place: torch.device,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Tensor]:
+    """Return a layer's statistics over all prompts; `progress` is called with the prompts done."""
+    statistic, heads = METHODS[method], prompts.shapes[index].heads
+    sums: list[dict[str, Any]] = [{} for _ in range(heads)]
+    for number, prompt in enumerate(prompts.train, 1):
+        for head, view in load(prompts, prompt, index, range(heads), roped, place):
+            queries = view.query.to(place)[None] if statistic.queries else None
+            keys = view.inputs[-view.query.shape[1] :] if statistic.queries else view.inputs
+            for name, part in statistic.sums(keys[None], queries).items():
+                sums[head][name] = sums[head].get(name, 0) + part
+        progress(number)
+    solved = [statistic.solved(one) for one in sums]
+    return {name: torch.cat([one[name] for one in solved]) for name in statistic.names}
 
 
 def output_file(out: str | os.PathLike[str]) -> Path:

@@ -11,14 +11,28 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from typing import BinaryIO
 
+import torch
 from torch import Tensor
 
-from sparseattn.utils.files import write_atomic
+from sparseattn.utils.files import naming, replacing
 from sparseattn.utils.hashing import tensors_hash
 
 HASH = "sha256"  # the metadata entry
 TENSORS_HASH = "tensors"  # that of older versions, over the tensors alone
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class TensorFileError(ValueError):
@@ -37,20 +51,30 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], me
     Raises:
         TensorFileError: a file that cannot be written.
     """
-    from safetensors.torch import save
-
-    apart: dict[str, Tensor] = {}
-    held: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.untyped_storage().data_ptr() in held:  # safetensors refuses tensors that share memory
-            plain = plain.clone()
-        held.add(plain.untyped_storage().data_ptr())
-        apart[name] = plain
+    apart = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        write_atomic(path, save(apart, {**metadata, HASH: content_hash(apart, metadata)}))
+        with naming(path), replacing(path) as file:
+            _write(file, apart, {**metadata, HASH: content_hash(apart, metadata)})
     except OSError as error:
         raise TensorFileError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+
+
+def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write safetensors a tensor at a time: the package makes the bytes of all of them before it writes one.
+
+    https://github.com/huggingface/safetensors#format. Wide numbers come first, so that all of them lie aligned.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    order, end = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)), 0
+    for name in order:
+        tensor = tensors[name]
+        first, end = end, end + tensor.nbytes
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        file.write(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
 
 
 def load_tensors(

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseattn.utils.files import naming
+from sparseattn.utils.files import naming, write_atomic
 from sparseattn.utils.json_text import parse
 
 DIGITS = 4300  # of a whole number, Python's own limit: an answer may be long
@@ -58,3 +58,61 @@ def append(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         os.fsync(file.fileno())
     kept: dict[str, Any] = json.loads(line)
     return kept
+
+
+class LinesFile:
+    """A file that lines are appended to, by one process or by several, each to a part of its own until `join`.
+
+    Args:
+        path: NAME.jsonl; its folder exists.
+        rank: of this process among several, whose part is NAME.rankN.jsonl; None: it writes to the file itself.
+    """
+
+    def __init__(self, path: Path, rank: int | None = None) -> None:
+        self.path = path
+        self._own = path if rank is None else path.with_suffix(f".rank{rank}.jsonl")
+
+    @property
+    def begun(self) -> bool:
+        """Whether the file that this process writes to holds something."""
+        return self._own.exists() and self._own.stat().st_size > 0
+
+    @property
+    def parts(self) -> list[Path]:
+        """The parts that are there, by name."""
+        return parts_of(self.path)
+
+    def read(self, take: Callable[[bytes, int, Path], None]) -> bool:
+        """Hand every whole line of the file and then of all parts to `take`, with its number and the file it is in.
+
+        A line that was cut off is cut from the file and from this process's own part. Others may be written to.
+
+        Returns:
+            Whether the file holds a line.
+        """
+        there = whole_lines(self.path, lambda line, number: take(line, number, self.path))
+        for part in self.parts:
+            if part == self._own:
+                whole_lines(part, lambda line, number, part=part: take(line, number, part))  # type: ignore[misc]
+            else:
+                for number, line in enumerate(part.read_bytes().splitlines(keepends=True), 1):
+                    if line.endswith(b"\n"):
+                        take(line, number, part)
+        return there
+
+    def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """As `append`, to the file or to this process's part."""
+        return append(self._own, record)
+
+    def join(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Put all there is, the parts' lines among it, in the file's place, and remove the parts."""
+        text = "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
+        with naming(self.path):
+            write_atomic(self.path, text.encode())
+            for part in self.parts:
+                part.unlink()
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return what several processes have appended that is not joined to the file yet."""
+    return sorted(path.parent.glob(f"{path.stem}.rank*.jsonl"))

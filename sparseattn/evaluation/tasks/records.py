@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
-from sparseattn.evaluation.tasks.jsonlines import append, json_object, whole_lines
+from sparseattn.evaluation.tasks.jsonlines import LinesFile, json_object
 from sparseattn.utils.json_fields import MOST, Number
 
 Key: TypeAlias = "tuple[Any, ...]"
@@ -66,19 +66,42 @@ class Records:
     Args:
         path: the file; its folder exists.
         settings: what every record's numbers depend on beyond its own `KEY`; it becomes part of each.
+        rank: of this process among several that write, see `LinesFile`; what their parts hold is found too.
+
+    Attributes:
+        found: the records by key, those of parts behind those of the file.
 
     Raises:
         OSError: the file cannot be used.
         ValueError: it holds records of other settings, or lines that are no records; names file and line.
     """
 
-    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], rank: int | None = None) -> None:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))
         self.found: dict[Key, dict[str, Any]] = {}
-        whole_lines(self.path, self._take)
+        self._file = LinesFile(self.path, rank)
+        self._in_parts: list[Key] = []
+        self.read()
 
-    def _take(self, line: bytes, number: int) -> None:
+    def read(self) -> None:
+        """Read what is there now, of all processes."""
+        self.found.clear()
+        self._in_parts.clear()
+        self._file.read(self._take)
+
+    def join(self, order: Iterable[Key]) -> None:
+        """Put records that lie in parts behind those of the file, in this order of their keys, and remove the parts."""
+        if not self._file.parts:
+            return
+        places = {key: place for place, key in enumerate(order)}
+        self._in_parts.sort(key=lambda key: places.get(key, len(places)))
+        behind = dict.fromkeys(self._in_parts)
+        keys = [*(key for key in self.found if key not in behind), *behind]
+        self._file.join(self.found[key] for key in keys)
+        self._in_parts.clear()
+
+    def _take(self, line: bytes, number: int, path: Path) -> None:
         try:
             record = json_object(line)
             check_record(record)
@@ -87,16 +110,21 @@ class Records:
                 raise ValueError(f"settings are an object, got {reprlib.repr(theirs)}")
         except ValueError as error:
             raise ValueError(
-                f"{self.path}, line {number} is a line that is no record of this command: {error}; remove that line or "
+                f"{path}, line {number} is a line that is no record of this command: {error}; remove that line or "
                 "file, or name another folder"
             ) from None
         for name in {**theirs, **self.settings}:
             if theirs.get(name) != self.settings.get(name):
                 raise ValueError(
-                    f"{self.path}, line {number} holds results with another {name} ({reprlib.repr(theirs.get(name))}, "
+                    f"{path}, line {number} holds results with another {name} ({reprlib.repr(theirs.get(name))}, "
                     f"now {self.settings.get(name)!r}, in settings): name another folder, or remove that file"
                 )
-        self.found[key_of(record)] = record
+        key = key_of(record)
+        if path == self.path:
+            self.found[key] = record
+        elif key not in self.found:
+            self.found[key] = record
+            self._in_parts.append(key)
 
     def add(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Appends a record and returns it as it reads back; it is on the disk then.
@@ -109,6 +137,6 @@ class Records:
         except ValueError as error:
             what = ", ".join(f"{name} {record.get(name)}" for name in ("task", "protocol", "method", "budget"))
             raise ValueError(f"what was measured ({what}) cannot be kept: {error}") from None
-        kept = append(self.path, {**record, "settings": self.settings})
+        kept = self._file.append({**record, "settings": self.settings})
         self.found[key_of(kept)] = kept
         return kept

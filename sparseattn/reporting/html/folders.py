@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from sparseattn.evaluation.tasks.jsonlines import parts_of
 from sparseattn.utils.json_text import JsonError, parse
 
 Record: TypeAlias = "dict[str, Any]"
@@ -52,6 +53,7 @@ def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[
         if folder.resolve() in seen:
             raise ValueError(f"the folder {folder} is named twice")
         seen.add(folder.resolve())
+        _refuse_parts(folder, wanted)
         there = [name for name in wanted if (folder / name).is_file()]
         if not there:
             _refuse_unfinished(folder, wanted)
@@ -70,6 +72,16 @@ def _refuse_unfinished(folder: Path, wanted: Sequence[str]) -> None:
                 f"the run that writes {folder / name} has not finished: {partial.name} holds "
                 f"{len(partial.read_bytes().splitlines())} records. Let it finish, or run the same command again, "
                 f"which begins anew. To show what is there, rename {partial.name} to {name}"
+            )
+
+
+def _refuse_parts(folder: Path, wanted: Sequence[str]) -> None:
+    """ValueError where processes of a job that has not finished have left records of their own."""
+    for name in wanted:
+        if parts := parts_of(folder / name):
+            raise ValueError(
+                f"the run of several processes that writes {folder / name} has not finished: {parts[0].name} holds "
+                f"records that are not in {name} yet. Run the same command again, by any number of processes"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,16 @@ class KeptChoices(State):
 
     def to(self, device: torch.device | str) -> None:
         self.parts = {name: part.to(device) for name, part in self.parts.items()}
+
+    def saved(self) -> dict[str, Tensor]:
+        numbers = {"rows": self.rows, "steps": self.steps, "span": self.span, "whole": int(self.whole)}
+        told = {name: torch.tensor(number) for name, number in numbers.items()}
+        return told | {f"part.{name}": part for name, part in self.parts.items()} if self.rows else {}
+
+    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+        self.parts = {name[5:]: part.to(device) for name, part in held.items() if name.startswith("part.")}
+        self.rows, self.steps, self.span = (int(held[name]) for name in ("rows", "steps", "span"))
+        self.whole = bool(held["whole"])
 
     @property
     def nbytes(self) -> int:

@@ -82,7 +82,16 @@ class Binned(Hashed):
         for buffer, sorted_rows in ((self.hashes, hashes), (self.order, order)):
             buffer.resize(before + new, sorted_rows)
             buffer.data.copy_(sorted_rows)
-        # The search is over all of the storage, which is contiguous: it would copy a part of it at every step.
+        self._close()
+
+    def resume(self, keys: Tensor) -> None:
+        super().resume(keys)
+        if self.hashes.rows:
+            self._close()
+
+    def _close(self) -> None:
+        """Let no search end behind the rows: it is over all of the storage, which is contiguous, as it would copy a
+        part of it at every step."""
         self.hashes.full[..., self.hashes.rows :].fill_(NONE)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:

@@ -54,6 +54,9 @@ class Hashed(Selector):
             drawn = directions(self.seed, self.layer, self.head_numbers(heads), size, self.count)
             self.directions = drawn.to(keys.device)
 
+    def resume(self, keys: Tensor) -> None:
+        self.draw(keys)
+
     def projected(self, x: Tensor) -> Tensor:
         """Return the products `[B,H,n,R]` float32 of `x` `[B,H,n,D]`, keys or queries, with the directions of their
         head."""

@@ -1,0 +1,169 @@
+"""Prompt caches of a model: every layer of a `SparseCache` in one file, see `cache.prompt_files`.
+
+The metadata's `said` holds the model's fingerprint and name, and of each layer what it is: "sparse" with what is said
+of the cache of each part of its heads, or "dense" and "sliding", whose rows transformers keeps. Tensors of layer i
+begin with `layers.i/`, those of its part p with `layers.i/p/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparseattn.cache import prompt_files
+from sparseattn.cache.prompt_files import FORMAT, VERSION, WHAT, PromptFileError
+from sparseattn.models.attention_routing import name_of
+from sparseattn.models.sparse_layer import SparseLayer
+from sparseattn.models.transformers_classes import DynamicLayer, DynamicSlidingWindowLayer
+from sparseattn.roles.fingerprint import fingerprint
+from sparseattn.utils.json_text import parse_entry
+from sparseattn.utils.tensor_files import load_tensors, save_tensors
+
+KINDS: dict[type, str] = {DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding"}
+REAL = "real"  # which tokens are no padding, `[B,T]` bool
+
+
+class Saved(Protocol):
+    """What is looked at of a `SparseCache`."""
+
+    model: Any
+    layers: list[Any]
+
+    @property
+    def real(self) -> Tensor | None: ...
+
+    def reset(self) -> None: ...
+
+
+def save(cache: Saved, path: str | os.PathLike[str]) -> None:
+    """Write what all layers hold, see `SparseCache.save`."""
+    tensors: dict[str, Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        try:
+            held, said = _written(layer)
+        except ValueError as error:
+            raise PromptFileError(f"layer {index}: {error}") from error
+        tensors |= {f"layers.{index}/{name}": part for name, part in held.items()}
+        layers.append(said)
+    if cache.real is not None:
+        tensors[REAL] = cache.real
+    said = {**_model(cache.model), "layers": layers}
+    save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "said": json.dumps(said)})
+
+
+def load(cache: Saved, path: str | os.PathLike[str]) -> Tensor | None:
+    """Fill the layers of an empty cache, see `SparseCache.load`.
+
+    Returns:
+        `[B,T]` bool, which tokens are no padding; None: all.
+    """
+    metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT)
+    try:
+        said = parse_entry(metadata, "said")
+        _check_model(said, cache)
+        for layer, one in zip(cache.layers, said["layers"], strict=True):
+            _check(layer, one)
+        real = tensors.pop(REAL, None)
+        held = _by_layer(tensors, len(cache.layers))
+        device = next(iter(cache.model.parameters())).device
+        for layer, one, parts in zip(cache.layers, said["layers"], held, strict=True):
+            _fill(layer, one, parts, device)
+        return real
+    except (ValueError, KeyError, TypeError) as error:
+        cache.reset()
+        why = str(error) if isinstance(error, ValueError) else f"it lacks {error}"
+        raise PromptFileError(f"{os.fspath(path)}: {why}") from error
+
+
+def _model(model: Any) -> dict[str, str]:
+    return {"model": name_of(model), "fingerprint": fingerprint(model.named_parameters()), "dtype": str(model.dtype)}
+
+
+def _check_model(said: Any, cache: Saved) -> None:
+    """Refuse what is of another model, dtype or number of layers: ValueError."""
+    if not isinstance(said, dict) or not isinstance(said.get("layers"), list):
+        raise ValueError("holds one cache and no model's layers: KVCache.load reads it")
+    mine = _model(cache.model)
+    if said.get("fingerprint") != mine["fingerprint"]:
+        raise ValueError(
+            f"it was written with other weights, {said.get('model')} of fingerprint {said.get('fingerprint')}; here "
+            f"are {mine['model']} of {mine['fingerprint']}"
+        )
+    if said.get("dtype") != mine["dtype"]:
+        raise ValueError(f"it was written by a model in {said.get('dtype')}, and this one is in {mine['dtype']}")
+    if len(said["layers"]) != len(cache.layers):
+        raise ValueError(f"it has {len(said['layers'])} layers, and the model has {len(cache.layers)}")
+
+
+def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
+    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    for name, tensor in tensors.items():
+        layer, _, inner = name.partition("/")
+        number = layer.removeprefix("layers.")
+        if not number.isdecimal() or int(number) >= layers:
+            raise ValueError(f"it holds {name}, which is of no layer")
+        found[int(number)][inner] = tensor
+    return found
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+
+def _written(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a layer's tensors, and what is said of it."""
+    if isinstance(layer, SparseLayer):
+        tensors: dict[str, Tensor] = {}
+        parts = []
+        for number, part in enumerate(layer.parts):
+            held, said = prompt_files.written(part.rows)
+            tensors |= {f"{number}/{name}": tensor for name, tensor in held.items()}
+            parts.append({**said, "heads": _heads(part)})
+        return tensors, {"kind": "sparse", "columns": layer.columns, "parts": parts}
+    kind = _kind(layer)
+    length = getattr(layer, "cumulative_length", None)
+    return {"keys": layer.keys, "values": layer.values}, {"kind": kind, "columns": length}
+
+
+def _kind(layer: Any) -> str:
+    if type(layer) not in KINDS:
+        raise ValueError(f"a prompt cache holds keys and values, and this layer keeps a {type(layer).__name__}")
+    return KINDS[type(layer)]
+
+
+def _heads(part: Any) -> Sequence[int] | None:
+    return None if part.share.heads is None else list(part.share.heads.which)
+
+
+def _check(layer: Any, said: Mapping[str, Any]) -> None:
+    """Refuse what was written of another kind of layer, or of a cache with other settings: ValueError."""
+    kind = "sparse" if isinstance(layer, SparseLayer) else _kind(layer)
+    if said["kind"] != kind:
+        raise ValueError(f"a layer was {said['kind']} when it was written, and is {kind} here")
+    if not isinstance(layer, SparseLayer):
+        return
+    mine, theirs = [_heads(part) for part in layer.parts], [part["heads"] for part in said["parts"]]
+    if mine != theirs:
+        raise ValueError(f"a layer's KV heads were split as {theirs} when it was written, and are {mine} here")
+    for part, one in zip(layer.parts, said["parts"], strict=True):
+        prompt_files.check(part.rows, one)
+
+
+def _fill(layer: Any, said: Mapping[str, Any], held: Mapping[str, Tensor], device: torch.device) -> None:
+    if not isinstance(layer, SparseLayer):
+        keys, values = held["keys"].to(device), held["values"].to(device)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if said["columns"] is not None:
+            layer.cumulative_length = int(said["columns"])
+        return
+    for number, (part, one) in enumerate(zip(layer.parts, said["parts"], strict=True)):
+        own = {name.partition("/")[2]: tensor for name, tensor in held.items() if name.startswith(f"{number}/")}
+        prompt_files.fill(part.rows, one, own, device)
+    layer.lazy_initialization(layer.parts[0].rows.keys, layer.parts[0].rows.values)
+    layer.columns = int(said["columns"])

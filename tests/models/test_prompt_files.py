@@ -1,0 +1,89 @@
+"""A context prefilled once is decoded again from its file, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from sparseattn import Exact, LowBit, Quest, Selector, SnapKV  # noqa: E402
+from sparseattn.cache.prompt_files import PromptFileError  # noqa: E402
+from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
+from tests.models.tiny import SMALL, generate, padded, prompt, same, small  # noqa: E402
+
+
+def turn(model: Any, cache: SparseCache, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a question behind the prompt is answered."""
+    ids = inputs["input_ids"]
+    follow = torch.randint(1, 256, (len(ids), 9), generator=torch.Generator().manual_seed(5))
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    given = {"input_ids": torch.cat([ids, follow], 1), "attention_mask": torch.cat([mask, torch.ones_like(follow)], 1)}
+    return generate(model, cache, given)
+
+
+@pytest.mark.parametrize("batch", ["one", "padded"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("selector", [Quest(4), SnapKV(20), LowBit(rows=16)], ids=["quest", "snapkv", "lowbit"])
+def test_a_saved_prompt_is_answered_alike(selector: Selector, family: str, batch: str, tmp_path: Path) -> None:
+    inputs = padded() if batch == "padded" else {"input_ids": prompt()}
+    settings: dict[str, Any] = {**SMALL, "seal": 32, "dense_layers": [0] if family == "llama" else 0}
+    with SparseCache(small(family), selector, 12, **settings) as cache:
+        for path in ("prefilled", "decoded"):  # behind the prompt alone, and behind a first answer
+            generate(cache.model, cache, inputs, max_new_tokens=1 if path == "prefilled" else 20)
+            cache.save(tmp_path / path)
+            taken = cache._tokens()
+            held = dict(inputs) if path == "prefilled" else {"input_ids": prompt(taken, len(inputs["input_ids"]))}
+            if path == "decoded" and "attention_mask" in inputs:
+                more = torch.ones(len(held["input_ids"]), taken - inputs["attention_mask"].shape[1], dtype=torch.int64)
+                held["attention_mask"] = torch.cat([inputs["attention_mask"], more], 1)
+            expected = turn(cache.model, cache, held)
+            with SparseCache(small(family), selector, 12, **settings) as fresh:
+                same(turn(fresh.model, fresh.load(tmp_path / path), held), expected)
+                assert fresh.get_seq_length() == cache.get_seq_length()
+            cache.reset()
+
+
+def test_what_is_another_models_is_refused(tmp_path: Path) -> None:
+    model, path, settings = small("llama"), tmp_path / "prompt", {**SMALL}
+    with SparseCache(model, Quest(4), 12, **settings) as cache:
+        with pytest.raises(RuntimeError, match="empty"):
+            cache.save(path)
+        generate(model, cache, {"input_ids": prompt()}, max_new_tokens=2)
+        cache.save(path)
+        with pytest.raises(ValueError, match="61 tokens"):
+            cache.load(path)
+        with pytest.raises(PromptFileError, match=r"SparseCache\.load reads it"):
+            type(cache.sparse_layers[0].rows)(Quest(4)).load(path)
+    other = small("llama")
+    with torch.no_grad():
+        next(iter(other.parameters())).mul_(2)
+    refused: list[tuple[Any, Selector, dict[str, Any], str]] = [
+        (other, Quest(4), settings, "written with other weights, .* of fingerprint"),
+        (small("llama").bfloat16(), Quest(4), settings, r"model in torch\.float32, and this one is in torch\.bfloat16"),
+        (small("llama"), Exact(), settings, "an index of quest, here it would be exact"),
+        (small("llama"), Quest(4), {**settings, "sink": 6}, "sink=2, and this cache has sink=6"),
+        (small("llama"), Quest(4), {**settings, "dense_layers": 1}, "was sparse when it was written, and is dense"),
+    ]
+    for mine, selector, own, said in refused:
+        with SparseCache(mine, selector, 12, **own) as cache:
+            with pytest.raises(PromptFileError, match=said):
+                cache.load(path)
+            assert cache.get_seq_length() == 0
+
+
+def test_many_questions_are_asked_of_one_file(tmp_path: Path) -> None:
+    """A clone of a loaded cache is asked as a clone of the cache that was saved."""
+    model = small("llama")
+    with SparseCache(model, Quest(4), 12, **SMALL) as cache:
+        generate(model, cache, {"input_ids": prompt()}, max_new_tokens=1)
+        cache.save(tmp_path / "prompt")
+        loaded = SparseCache(model, Quest(4), 12, **SMALL).load(tmp_path / "prompt")
+        for seed in (1, 2):
+            ids = torch.cat([prompt(), prompt(30, seed=seed)], 1)
+            same(
+                generate(model, loaded.clone(), {"input_ids": ids}), generate(model, cache.clone(), {"input_ids": ids})
+            )
