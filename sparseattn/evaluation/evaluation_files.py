@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparseattn.core.activity import Activity
 from sparseattn.core.budget import budget_record, parse_budget
 from sparseattn.evaluation.result import Evaluation
 
@@ -22,6 +23,7 @@ def written(results: Sequence[Evaluation]) -> tuple[list[dict[str, Any]], dict[s
             "settings": one.settings,
             "layers": list(one.layers),
             "measures": [list(one.heads), list(one.steps)],
+            "activity": None if one.activity is None else one.activity.to_dict(),
         }
         for one in results
     ]
@@ -47,6 +49,7 @@ def read(said: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> li
                 tuple(one["layers"]),
                 {name: tensors[f"{i}/heads/{name}"] for name in one["measures"][0]},
                 {name: tensors[f"{i}/steps/{name}"] for name in one["measures"][1]},
+                None if one["activity"] is None else Activity.from_dict(one["activity"]),
             )
             for i, one in enumerate(said)
         ]
