@@ -16,6 +16,7 @@ from sparseattn.selectors.abilities.observes import Observes
 from sparseattn.selectors.abilities.ranks_listed import RanksListed
 from sparseattn.selectors.abilities.reads_keys import ReadsKeys
 from sparseattn.selectors.abilities.reads_rounded_keys import ReadsRoundedKeys
+from sparseattn.selectors.abilities.shares_scores import SharesScores
 from sparseattn.selectors.abilities.weighs_near import WeighsNear
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "RanksListed",
     "ReadsKeys",
     "ReadsRoundedKeys",
+    "SharesScores",
     "WeighsNear",
 ]
