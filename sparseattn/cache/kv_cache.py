@@ -289,6 +289,16 @@ class KVCache:
         self.stored.require()
         self._seal_due(decoded=0)
 
+    def deal(self) -> None:
+        """With a `group`, seal what is due of a prompt that may go on, so that no rank keeps rows of others any longer.
+
+        Where the prompt ends then, the same rows are sealed as if this had not been called. Without a `group` it does
+        nothing.
+        """
+        if self.ranks is not None and not self._decoded:
+            self._seal_due(decoded=0)
+            self._decoded = False
+
     def _seal_due(self, decoded: int) -> None:
         """`seal`, where the newest `decoded` rows are no part of the prompt."""
         zones, keep, least = self.stored.zones, self.window + self.rollback, self.seal_rows if self._decoded else 1

@@ -38,6 +38,9 @@ NEEDS_ALL = {
 
 def dealable(selector: Selector) -> None:
     """The rows of a selector can be dealt to processes, each of which is shown its own; else ValueError."""
+    for part in selector.tree():
+        if (why := part.why_not_dealt()) is not None:
+            raise ValueError(f"the rows of {part!r} are not dealt to ranks, because {why}: leave group out")
     for ability, why in NEEDS_ALL.items():
         if any(ability is not LearnsFromQueries or any(part.queries_wanted) for part in _having(selector, ability)):
             raise ValueError(

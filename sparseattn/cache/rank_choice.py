@@ -34,21 +34,26 @@ class RankChoice(ABC):
     @staticmethod
     def of(selector: Selector, stored: StoredRows, ranks: Ranks) -> RankChoice:
         """Return what `ranks.share` says; ValueError where the selector cannot."""
-        return Agreed(selector, stored, ranks) if ranks.share == "exact" else Own(selector, ranks)
+        return Agreed(selector, stored, ranks) if ranks.share == "exact" else Own(selector, stored, ranks)
 
 
 class Own(RankChoice):
-    """Each rank reads the best of its own rows, within its part of the budget."""
+    """Each rank reads the best of its own rows, within its part of the budget: all, where the budget allows all."""
 
-    def __init__(self, selector: Selector, ranks: Ranks) -> None:
-        self.selector, self.ranks = selector, ranks
+    def __init__(self, selector: Selector, stored: StoredRows, ranks: Ranks) -> None:
+        self.selector, self.stored, self.ranks = selector, stored, ranks
 
     def select(self, query: Tensor, step: StepContext | None, budget: int) -> Selection:
         if step is None:
             return Selection.none(query.shape[0], query.shape[1], query.device)
+        return self.selector.select(query, step, self.part(budget))
+
+    def part(self, budget: int) -> int:
+        """Return this rank's part of a budget, in whole spans."""
+        if budget >= max(self.stored.zones.sealed):
+            return max(self.stored.zones.zone, self.selector.span)
         span = self.selector.span
-        part = budget * (1 + self.ranks.slack) / self.ranks.size
-        return self.selector.select(query, step, max(math.ceil(part / span), 1) * span)
+        return max(math.ceil(budget * (1 + self.ranks.slack) / self.ranks.size / span), 1) * span
 
 
 class Agreed(RankChoice):

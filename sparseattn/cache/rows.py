@@ -139,6 +139,14 @@ class StoredRows:
         return Bounds.of(len(self.zones.count), self.zones.zone, device=self.there)
 
     @property
+    def near_counts(self) -> list[int]:
+        """Of each sequence, the rows that every query reads and this process attends to."""
+        zones, deal = self.zones, self.deal
+        sink = zones.sink if deal.rank == 0 else 0
+        parts = [deal.part(waiting) for waiting in zones.recent]
+        return [min(count, sink) + end - start for count, (start, end) in zip(zones.count, parts, strict=True)]
+
+    @property
     def near_bounds(self) -> Bounds:
         """The zones of `keys` where every query reads sink and unsealed rows that this process attends to: all, or
         where rows are dealt its part of them."""

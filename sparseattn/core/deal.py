@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
+
+Count = TypeVar("Count", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,9 @@ class Deal:
         here = valid.cumsum(1) - 1
         return (here // self.unit * self.size + self.rank) * self.unit + here % self.unit
 
-    def part(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where this rank's part of `rows` rows `[B]` that all ranks have begins and ends: parts differ by one
-        row at most."""
+    def part(self, rows: Count) -> tuple[Count, Count]:
+        """Return where this rank's part begins and ends of `rows` rows that all ranks have, a number or a tensor of
+        them: parts differ by one row at most."""
         return rows * self.rank // self.size, rows * (self.rank + 1) // self.size
 
 

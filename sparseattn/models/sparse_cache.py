@@ -18,8 +18,10 @@ from types import EllipsisType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from sparseattn.cache.ranks import Ranks
 from sparseattn.codecs.base import RowCodec
 from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.core.budget import Budget
@@ -78,6 +80,10 @@ class SparseCache(Cache):
             window always stay as they are.
         sparse_from: position from which tokens are decoded sparsely, padding counted: in a left-padded batch,
             questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
+        context_group: processes that deal the rows of every sparse layer, as `group` of `KVCache`: each runs the same
+            program, with its own copy of the model and the same inputs, and gets the same tokens. A prompt that comes
+            in one pass is prefilled in full by each; behind it, and behind every chunk of a longer one, a layer keeps
+            its rank's rows alone. `stats` and `activity` are of what this rank read.
         impl: as in `attend`.
 
     Raises:
@@ -108,6 +114,7 @@ class SparseCache(Cache):
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
         rows: RowCodec | str | None = None,
+        context_group: dist.ProcessGroup | Ranks | None = None,
         impl: str | None = None,
         check: bool = False,
     ) -> None:
@@ -132,6 +139,7 @@ class SparseCache(Cache):
             "sealed_device": sealed_device,
             "indexes": indexes,
             "rows": rows,
+            "group": Ranks.of(context_group),
             "check": check,
         }
         self._seal = seal

@@ -61,10 +61,14 @@ def exact(name: str, ranks: Ranks) -> dict[str, Any]:
             if step == 9:
                 cache.crop(2)
         out, expected = (decode(queries[:, :, :, PROMPT + step], cache, BUDGET) for cache in reversed(both))
-        far = max(far, float((out - expected).abs().max()))
+        far = max(far, apart(out, expected))
         predicted += sent(both[1], ranks).sent
     counted = sum(size for purpose, size in ranks.sent.items() if purpose != "checks")
     return {"far": far, "counted": counted, "predicted": predicted, "sealed": both[1].stored.zones.here}
+
+
+def apart(out: Tensor, expected: Tensor) -> float:
+    return float((out - expected).abs().max() / expected.abs().max())
 
 
 def sent(cache: KVCache, ranks: Ranks) -> Any:
@@ -86,7 +90,7 @@ def union(name: str, ranks: Ranks) -> dict[str, Any]:
         cache.append(keys[:, :, t, None], values[:, :, t, None])
         seen = [*range(PROMPT), *range(PROMPT, t + 1, 3)]
         out = decode(queries[:, :, :, t], cache, None)
-        far = max(far, float((out - full(queries[:, :, :, t], keys[:, :, seen], values[:, :, seen])).abs().max()))
+        far = max(far, apart(out, full(queries[:, :, :, t], keys[:, :, seen], values[:, :, seen])))
     assert cache.search.latest is not None
     decode(queries[:, :, :, t], cache, BUDGET)
     read = int(cache.search.latest.attended.max())
@@ -110,6 +114,35 @@ def refused(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def generated(name: str, ranks: Ranks) -> dict[str, Any]:
+    """Tokens of a tiny model, of a padded batch and then of a second turn, in chunks and at once: as one process's."""
+    from sparseattn.models.sparse_cache import SparseCache
+    from tests.models.tiny import generate, padded, small
+
+    found: dict[str, Any] = {}
+    for how, options in {
+        "whole": {},
+        "chunks": {"prefill_chunk_size": 16},
+        "lookup": {"prompt_lookup_num_tokens": 4},
+    }.items():
+        model, said = small("llama"), []
+        inputs = padded((60,)) if how == "lookup" else padded()
+        for group in (None, ranks):
+            cache = SparseCache(model, name, 16, sink=2, window=4, seal=None, context_group=group)
+            first, logits = generate(model, cache, inputs, **options)
+            longer = torch.cat([first, first[:, -9:]], 1)
+            mask = torch.cat(
+                [inputs["attention_mask"], torch.ones(len(first), longer.shape[1] - inputs["input_ids"].shape[1])], 1
+            )
+            again, _ = generate(model, cache, {"input_ids": longer, "attention_mask": mask.long()})
+            said.append((first, logits, again))
+            cache.restore()
+        (first, logits, again), (expected, of_one, more) = said[1], said[0]
+        found[how] = bool(torch.equal(first, expected) and torch.equal(again, more))
+        found[f"far {how}"] = float((logits - of_one).abs().max())
+    return found
+
+
 def lives(names: dict[str, list[str]], size: int) -> Iterator[tuple[str, Any]]:
     """What this process found, in every group of the first W ranks that it is of."""
     for ranks in range(1, size + 1):
@@ -120,6 +153,8 @@ def lives(names: dict[str, list[str]], size: int) -> Iterator[tuple[str, Any]]:
             yield f"exact {name} {ranks}", exact(name, Ranks(group))
         for name in names["union"]:
             yield f"union {name} {ranks}", union(name, Ranks(group))
+        for name in names.get("generate", []):
+            yield f"generate {name} {ranks}", generated(name, Ranks(group))
         if ranks > 1:
             yield f"refused {ranks}", refused(Ranks(group))
 
