@@ -22,10 +22,12 @@ def everything(cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         places hold a row. The others hold anything.
 
     Raises:
-        RuntimeError: an empty cache.
+        RuntimeError: an empty cache, or one whose sealed rows are dealt to ranks.
     """
     stored, zones = cache.stored, cache.stored.zones
     stored.require()
+    if cache.ranks is not None and any(zones.sealed):
+        raise RuntimeError(f"{cache.ranks} has a part of the sealed rows alone: compare in a cache of one process")
     cache.search.note_dropped()
     heads, device = stored.keys.full.shape[1], stored.device
     row, base = torch.arange(stored.keys.rows), zones.start

@@ -18,9 +18,12 @@ FEW = {"cpu": 128, "cuda": 32}
 
 
 def in_place(cache: KVCache, queries: int) -> bool:
-    """Return whether `attend_stored` reads rows without a copy: its code is compiled, and all rows lie together."""
+    """Return whether `attend_stored` reads rows without a copy: its code is compiled, and all rows lie together; or
+    whether nothing else can, as rows are dealt to ranks."""
     keys = cache.stored.keys.full
     compiled = choose(None, keys.device, keys.dtype, ATTEND.names, ATTEND.fallback) in COMPILED
+    if cache.ranks is not None:
+        return True  # of which other processes have most
     return compiled and queries <= FEW.get(keys.device.type, 0) and not cache.stored.zones.apart
 
 
@@ -31,7 +34,8 @@ def attend_stored(
 
     Args:
         query: `[B,H,M,D]`, any number of queries of each KV head, all of which see all rows.
-        cache: whose rows lie together. Rows that its selector has dropped for good are no longer there.
+        cache: whose rows lie together, or are dealt to ranks, each of which asks with the same query. Rows that its
+            selector has dropped for good are no longer there.
         scale, impl: as of `attend`.
 
     Returns:
@@ -40,9 +44,21 @@ def attend_stored(
     stored = cache.stored
     stored.require()
     cache.search.note_dropped()
+    if cache.ranks is not None:
+        return cache.ranks.merged(*_dealt(query, cache, scale, impl))
     return attend(
         query, stored.keys.visible, stored.values.visible, _all_sealed(cache), stored.bounds, scale=scale, impl=impl
     )
+
+
+def _dealt(query: Tensor, cache: KVCache, scale: float | None, impl: str | None) -> tuple[Tensor, Tensor]:
+    """`attend_stored` over this rank's rows."""
+    stored, (batch, heads) = cache.stored, query.shape[:2]
+    nothing = Selection.none(batch, heads, query.device)
+    near = attend(query, cache.keys, cache.values, nothing, stored.near_bounds, scale=scale, impl=impl)
+    every = _all_sealed(cache)
+    far = attend(query, *stored.sealed_rows(), every, stored.sealed_bounds, scale=scale, impl=impl)
+    return merge(*(torch.stack(pair) for pair in zip(near, far, strict=True)))
 
 
 def with_new_rows(

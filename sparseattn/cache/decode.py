@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparseattn.cache.kv_cache import KVCache
-from sparseattn.core.budget import Budget
+from sparseattn.cache.ranks import Ranks
+from sparseattn.core.budget import Allowance, Budget
 from sparseattn.core.selection import Selection
 from sparseattn.kernels.attend.dispatch import attend, attend_stored
 from sparseattn.kernels.attend.merge import merge, share
@@ -25,6 +26,8 @@ def decode(
     rows lie together.
 
     With a codec the sealed rows found are read as it keeps them (`RowCodec.attend`), and merged with the rest.
+
+    With the cache's `group`, every rank calls this with the same query and gets the same output.
 
     With the cache's `sealed_device`, search and attention over the rows found run there while the cache's own device
     attends to sink and recent rows, and the two are merged (the co-execution of CPU and GPU in RetrievalAttention,
@@ -50,6 +53,8 @@ def decode(
     allowed, search = cache.prepare(query, budget), cache.search
     if allowed.mass is not None or search.abilities.weighs_near:
         _same_scale(query, cache, scale, "weighs rows")
+    if cache.ranks is not None:
+        return _decode_over_ranks(query, cache, allowed, cache.ranks, scale, impl)
     if cache.sealed_device is None:
         selection = search.choose(query, allowed, counted=cache.check)
         return attend_chosen(query, cache, selection, scale=scale, impl=impl)
@@ -65,6 +70,19 @@ def decode(
     if weights is not None:  # the host waits for the device: what rows got is known when all is
         _observed(cache, selection, weights, parts[0][1], total.to(on_host.device))
     return out
+
+
+def _decode_over_ranks(
+    query: Tensor, cache: KVCache, allowed: Allowance, ranks: Ranks, scale: float | None, impl: str | None
+) -> Tensor:
+    """`decode` where sealed rows are dealt: of these each rank attends to its own that are chosen, of the rows that
+    every query reads to its part, and all merge what they got."""
+    stored = cache.stored
+    nothing = Selection.none(query.shape[0], query.shape[1], query.device)
+    near = attend(query, cache.keys, cache.values, nothing, stored.near_bounds, scale=scale, impl=impl)
+    selection = cache.search.choose(query, allowed, counted=cache.check)
+    parts, _ = _attend_parts(query, cache, selection, True, scale, impl)
+    return ranks.merged(*_merged([near, *parts]))[0]
 
 
 def attend_chosen(

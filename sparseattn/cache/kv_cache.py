@@ -12,11 +12,13 @@ import math
 import os
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from sparseattn.cache import input_checks, prompt_files
+from sparseattn.cache import input_checks, prompt_files, rank_checks
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.layout import Zones
+from sparseattn.cache.ranks import Ranks
 from sparseattn.cache.rows import CUT_SHORT, StoredRows
 from sparseattn.cache.sealed_rows import SealedRows
 from sparseattn.cache.search import Search
@@ -27,6 +29,7 @@ from sparseattn.codecs.base import RowCodec
 from sparseattn.codecs.registry import as_codec
 from sparseattn.codecs.stored import StoredCodes
 from sparseattn.core.budget import Allowance, Budget, allowance
+from sparseattn.core.deal import Deal
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector
@@ -74,13 +77,17 @@ class KVCache:
             weights (`Observes`) can be had. Rows are sealed in multiples of the codec's group. None: as they come.
         exact: with `rows`, whether sealed rows are kept as they came too, for comparing with full attention over them
             (`evaluation.step_measures.compare`): memory grows, what a step reads does not.
+        group: processes that each keep a part of the sealed rows: a process group of torch.distributed, or `Ranks` of
+            one, which says how they divide a budget. Each is given the same rows and queries, and returns the same.
+            `capacity` is of all rows; what `select` returns, `stored.sealed_keys` and `nbytes` are of this process.
         check: whether every selection is held against the contract (`selection_checks.check`), which makes the host
             wait: comparisons and tests do, decoding for its own sake does not.
 
     Raises:
         ValueError: an unknown selector, or one that is wrongly declared; an argument out of its range; `fixed` without
             a capacity for more than the sink, with a `sealed_device`, or with a selector whose step the host takes part
-            in; `rows` with `fixed` or with a selector that cannot go without exact rows.
+            in; `rows` with `fixed` or with a selector that cannot go without exact rows; `group` with what a cache of
+            ranks does not do (`rank_checks`), or with a selector whose rows cannot be dealt.
 
     A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
@@ -99,6 +106,7 @@ class KVCache:
         indexes: str | os.PathLike[str] | None = None,
         rows: RowCodec | str | None = None,
         exact: bool = False,
+        group: dist.ProcessGroup | Ranks | None = None,
         check: bool = False,
     ) -> None:
         self.selector = selector = as_selector(selector)
@@ -113,15 +121,22 @@ class KVCache:
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.fixed, self.check, self.unit = fixed, check, unit_of(selector, codec)
         self.sealed_device = input_checks.sealed_device(sealed_device)
+        self.ranks = ranks = Ranks.of(group)
+        deal = Deal(self.unit)
+        if ranks is not None:
+            rank_checks.plain(fixed, self.sealed_device, codec, indexes, exact)
+            rank_checks.dealable(selector)
+            deal = Deal(self.unit, ranks.rank, ranks.size)
         if self.sealed_device is not None:
             selector.to(self.sealed_device)
         wanted = Wanted.of(selector, codec, window + rollback + self.unit)
         codes = None if codec is None else StoredCodes(codec, capacity)
-        sealed, near = SealedRows(capacity, self.sealed_device, codes, exact), capacity
+        own = capacity if ranks is None else deal.most(capacity)
+        sealed, near = SealedRows(own, self.sealed_device, codes, exact, ranks is not None), capacity
         if sealed.apart:
             near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
-        self.stored, self._learns = StoredRows(sink, near, sealed, wanted), bool(wanted.share or wanted.last)
-        self._tokens, self.search = TokenStore(self.stored), Search(selector, self.stored, check)
+        self.stored, self._learns = StoredRows(sink, near, sealed, wanted, deal), bool(wanted.share or wanted.last)
+        self._tokens, self.search = TokenStore(self.stored), Search(selector, self.stored, check, ranks)
         folder = None if indexes is None else usable_folder(indexes)
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)
         self._capacity = capacity if fixed else None
@@ -251,6 +266,9 @@ class KVCache:
             self.selector.check_shape(keys.shape[1], None, keys.shape[3])
             if self.codec is not None:
                 input_checks.codec_fits(self.codec, keys, self.selector.layer_context.rope)
+            if self.ranks is not None:
+                zones_of = {name: getattr(self, name) for name in ("sink", "window", "seal_rows", "rollback")}
+                rank_checks.same_cache(self.ranks, zones_of, self.selector, keys)
             stored.begin(zones, keys)
             self._shown.claim()
         stored.broken = CUT_SHORT
@@ -271,9 +289,21 @@ class KVCache:
         self.stored.require()
         self._seal_due(decoded=0)
 
+    def deal(self) -> None:
+        """With a `group`, seal what is due of a prompt that may go on, so that no rank keeps rows of others any longer.
+
+        Where the prompt ends then, the same rows are sealed as if this had not been called. Without a `group` it does
+        nothing.
+        """
+        if self.ranks is not None and not self._decoded:
+            self._seal_due(decoded=0)
+            self._decoded = False
+
     def _seal_due(self, decoded: int) -> None:
         """`seal`, where the newest `decoded` rows are no part of the prompt."""
         zones, keep, least = self.stored.zones, self.window + self.rollback, self.seal_rows if self._decoded else 1
+        if self.ranks is not None and not self._decoded:
+            rank_checks.same_prompt(self.ranks, zones.count, self.stored.device)
         if self._decoded and max(zones.count) - min(zones.sealed) - self.sink - keep < least:
             return  # no sequence has as many waiting
         each = zones.due(keep, least, self.unit)
@@ -310,6 +340,8 @@ class KVCache:
         if self._learns and (learned := stored.queries.kept) is not None:
             input_checks.group(query, learned)
         allowed = self._allowance(budget)
+        if self.ranks is not None:
+            rank_checks.in_rows(allowed)
         self._seal_due(decoded=1)
         return allowed
 
@@ -464,6 +496,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
+        apart += "" if self.ranks is None else f", group={self.ranks!r}"
         apart += f", capacity={self._capacity}, fixed=True" if self.fixed else ""
         apart += "" if self.codec is None else f", rows={str(self.codec)!r}"
         return (

@@ -23,12 +23,13 @@ class Zones:
         zone: rows of the sealed zone, padding included: `[sink, start)`, or `[0, zone)` of a storage of its own.
         start: the physical row where recent rows begin: behind the sealed zone, or the sink.
         count: real rows. sealed: of them sealed, freed ones included. next: the position after the newest row's.
+        here: sealed rows that this process keeps, freed ones included: all of them, but where rows are dealt to ranks.
         freed: places that the zone had before rows were freed, and has no more.
     """
 
     def __init__(self, batch: int, sink: int, apart: bool = False) -> None:
         self.sink, self.zone, self.start, self.apart, self.freed = sink, 0, sink, apart, 0
-        self.count, self.sealed, self.next = ([0] * batch for _ in range(3))
+        self.count, self.sealed, self.next, self.here = ([0] * batch for _ in range(4))
 
     def resume(self, sequences: Mapping[str, Sequence[int]], zone: int, freed: int) -> None:
         """Takes the counts of a cache that was saved: `count`, `sealed` and `next` of each sequence.
@@ -119,10 +120,11 @@ class Zones:
                 f"fit; give KVCache a larger capacity"
             )
 
-    def seal(self, each: Sequence[int]) -> None:
-        """Counts `each` rows as sealed; the zone grows by the most of them."""
-        self.sealed = [sealed + rows for sealed, rows in zip(self.sealed, each, strict=True)]
-        self._resize(self.zone + max(each))
+    def seal(self, each: Sequence[int], here: Sequence[int]) -> None:
+        """Counts `each` rows as sealed, of which `here` stay in this process; the zone grows by the most of these."""
+        self.sealed = list(map(operator.add, self.sealed, each))
+        self.here = list(map(operator.add, self.here, here))
+        self._resize(self.zone + max(here))
 
     def free(self, places: int) -> None:
         """Shrinks the zone by `places`."""
@@ -156,4 +158,5 @@ class Zones:
 
     def take(self, index: Sequence[int]) -> None:
         """Sequence b becomes what sequence `index[b]` was."""
-        self.count, self.sealed, self.next = ([held[b] for b in index] for held in (self.count, self.sealed, self.next))
+        held = self.count, self.sealed, self.next, self.here
+        self.count, self.sealed, self.next, self.here = ([counts[b] for b in index] for counts in held)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks
 from sparseattn.cache.layout import Zones
+from sparseattn.cache.ranks import Ranks
 from sparseattn.cache.rows import StoredRows
 from sparseattn.cache.selector_state import (
     check_described,
@@ -50,6 +51,7 @@ class Saved(Protocol):
     selector: Selector
     codec: RowCodec | None
     stored: StoredRows
+    ranks: Ranks | None
     sink: int
     window: int
     seal_rows: int
@@ -96,8 +98,9 @@ def written(cache: Saved) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Raises:
         RuntimeError: it holds nothing, or is void.
-        ValueError: a selector whose index is not in tensors.
+        ValueError: a selector whose index is not in tensors, or a cache over ranks.
     """
+    check_whole(cache)
     cache.stored.require()
     stored, zones = cache.stored, cache.stored.zones
     near = {"keys": stored.keys.data, "values": stored.values.data, "positions": stored.positions.data}
@@ -146,11 +149,18 @@ def _settings(cache: Saved) -> dict[str, Any]:
     return {"sink": cache.sink, "window": cache.window, "seal": cache.seal_rows, **kept}
 
 
+def check_whole(cache: Saved) -> None:
+    """Refuse, by PromptFileError, a cache that keeps a part of a sequence's rows."""
+    if cache.ranks is not None:
+        raise PromptFileError("a cache over ranks holds a part of the rows: save and load one without a group")
+
+
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
 def check(cache: Saved, said: Mapping[str, Any]) -> None:
     """Refuse what was written of a cache with other settings than this one, which is empty: ValueError."""
+    check_whole(cache)
     if cache.batch:
         raise ValueError("a prompt cache is loaded into an empty cache: reset() this one, or make a new one")
     if said.get("dtype") not in ("torch.float32", "torch.float16", "torch.bfloat16"):

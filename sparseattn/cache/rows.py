@@ -16,6 +16,7 @@ from sparseattn.cache.layout import Zones
 from sparseattn.cache.sealed_rows import OfSeal, SealedRows
 from sparseattn.cache.waiting_queries import WaitingQueries, Wanted
 from sparseattn.codecs.stored import StoredCodes
+from sparseattn.core.deal import Deal, Hand
 from sparseattn.core.row_buffer import RowBuffer, State
 from sparseattn.core.selection import Bounds
 from sparseattn.kernels.attend_quantized.reference import CodedRows
@@ -32,6 +33,7 @@ class StoredRows:
         near: rows to allocate at once on the cache's own device.
         sealed: what is kept of sealed rows.
         wanted: queries that wait.
+        deal: which sealed rows this process keeps.
 
     Attributes:
         keys, values: `[B,H,N,D]`, the rows on the cache's own device.
@@ -43,8 +45,8 @@ class StoredRows:
         broken: what failed or was interrupted half-way, so that the rows are void; empty: nothing.
     """
 
-    def __init__(self, sink: int, near: int, sealed: SealedRows, wanted: Wanted) -> None:
-        self.sink, self.sealed, self.queries = sink, sealed, WaitingQueries(wanted)
+    def __init__(self, sink: int, near: int, sealed: SealedRows, wanted: Wanted, deal: Deal) -> None:
+        self.sink, self.sealed, self.queries, self.deal = sink, sealed, WaitingQueries(wanted), deal
         self.keys, self.values, self.positions = RowBuffer(2, near), RowBuffer(2, near), RowBuffer(1, near)
         # What steps on the device read, updated in place: [B] each.
         self.bounds, self.newest = Bounds.of(0, 0), torch.zeros(0, dtype=torch.int64)
@@ -103,7 +105,7 @@ class StoredRows:
     def sealed_real(self) -> Tensor | None:
         """`[B,H,N]` bool, which of the sealed rows are neither padding nor known to be dropped; None: all."""
         zones = self.zones
-        whole = not self.sealed.dropped and all(sealed == zones.zone for sealed in zones.sealed)
+        whole = not self.sealed.dropped and all(rows == zones.zone for rows in zones.here)
         return None if whole else self.sealed.real.data
 
     @property
@@ -135,6 +137,24 @@ class StoredRows:
         """The zones of `sealed_keys`: no sink, all of it sealed, none recent."""
         self.require()
         return Bounds.of(len(self.zones.count), self.zones.zone, device=self.there)
+
+    @property
+    def near_counts(self) -> list[int]:
+        """Of each sequence, the rows that every query reads and this process attends to."""
+        zones, deal = self.zones, self.deal
+        sink = zones.sink if deal.rank == 0 else 0
+        parts = [deal.part(waiting) for waiting in zones.recent]
+        return [min(count, sink) + end - start for count, (start, end) in zip(zones.count, parts, strict=True)]
+
+    @property
+    def near_bounds(self) -> Bounds:
+        """The zones of `keys` where every query reads sink and unsealed rows that this process attends to: all, or
+        where rows are dealt its part of them."""
+        bounds, deal = self.bounds, self.deal
+        if deal.size == 1:
+            return bounds
+        first, last = (bounds.sealed + part for part in deal.part(bounds.rows - bounds.sealed))
+        return Bounds(bounds.sink if deal.rank == 0 else torch.zeros_like(bounds.sink), bounds.base, first, last)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -237,8 +257,8 @@ class StoredRows:
     # -- sealing -----------------------------------------------------------------------------------------------------
 
     def seal(self, each: list[int], decoded: int) -> Rows:
-        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns them, as views that
-        hold until `settle`.
+        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns those that stay in
+        this process, as views that hold until `settle`.
 
         Args:
             decoded: how many of the newest rows of a sequence are no part of the prompt, 1 at a step of decoding.
@@ -246,15 +266,17 @@ class StoredRows:
         Raises:
             ValueError: NaN or infinite rows or queries on a GPU, where single rows were not looked at before.
         """
-        zones, most, first = self.zones, max(each), not self.zones.zone
-        padding = torch.arange(most) >= torch.tensor(each)[:, None]
-        positions = self.positions.full[:, zones.start : zones.start + most].masked_fill(padding, -1)  # [B,n]
+        zones, first, hands = self.zones, not self.zones.zone, self.deal.hands(self.zones.sealed, each)
+        here = [hand.rows for hand in hands]
+        most = max(here)
+        padding = torch.arange(most) >= torch.tensor(here)[:, None]
+        positions = self._positions_of(hands)  # [B,n]
         if zones.apart:
-            self.sealed.take_in(self.keys.full, self.values.full, zones.start, each)
+            self.sealed.take_in(self.keys.full, self.values.full, zones.start, hands)
             self._keep_recent(each)
         else:
             self._make_room(each)
-        zones.seal(each)
+        zones.seal(each, here)
         keys, values = (rows[:, :, rows.shape[2] - most :] for rows in self._unrounded())
         if self.keys.full.is_cuda:
             input_checks.finite(keys=keys, values=values)
@@ -267,6 +289,14 @@ class StoredRows:
             last = self.queries.shown(last)
         self.sealed.note((~padding).to(keys.device), keys.shape[1])
         return Rows(keys, values, positions.to(keys.device), queries, sampled, *last)
+
+    def _positions_of(self, hands: list[Hand]) -> Tensor:
+        """`[B,n]`: the positions of the unsealed rows that `hands` say, -1 behind a shorter sequence's."""
+        waiting = self.positions.full[:, self.zones.start :]
+        at = waiting.new_full((len(hands), max(hand.rows for hand in hands)), -1)
+        for own, rows, hand in zip(at, waiting, hands, strict=True):
+            own[: hand.rows] = hand.of_rows(rows).flatten()
+        return at
 
     def _unrounded(self) -> tuple[Tensor, Tensor]:
         """Sealed rows as they came: all, or with a codec the last that are there so."""

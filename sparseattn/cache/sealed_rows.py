@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.codecs.base import NewRows
 from sparseattn.codecs.stored import StoredCodes
+from sparseattn.core.deal import Hand
 from sparseattn.core.row_buffer import RowBuffer, State
 from sparseattn.selectors.eviction.attention_received import received
 
@@ -60,6 +61,7 @@ class SealedRows:
         device: of its own; None: that of the other rows.
         codes: what a codec keeps of them; None: they are kept as they come.
         exact: whether they are kept as they come too, where a codec keeps them.
+        dealt: whether this process keeps a part of them alone, which then lies apart.
 
     Attributes:
         keys, values: `[B,H,N,D]`, where they lie apart: all as they came, or with a codec those of the last seal until
@@ -69,8 +71,11 @@ class SealedRows:
         dropped: whether the selector has dropped a row.
     """
 
-    def __init__(self, capacity: int, device: torch.device | None, codes: StoredCodes | None, exact: bool) -> None:
+    def __init__(
+        self, capacity: int, device: torch.device | None, codes: StoredCodes | None, exact: bool, dealt: bool = False
+    ) -> None:
         self.device, self.codes, self.exact, self.dropped = device, codes, exact, False
+        self.dealt = dealt
         own = capacity if codes is None or exact else 0
         self.keys, self.values = (RowBuffer(2, own, pinned=device is not None) for _ in range(2))
         self.told: OfSeal | None = None  # between a seal and its `settle`
@@ -79,7 +84,7 @@ class SealedRows:
     @property
     def apart(self) -> bool:
         """Whether keys and values lie apart from the other rows."""
-        return self.device is not None or self.codes is not None
+        return self.dealt or self.device is not None or self.codes is not None
 
     def states(self) -> dict[str, State]:
         """Return what is kept of each sequence, by attribute."""
@@ -110,17 +115,18 @@ class SealedRows:
         """Keys and values that lie apart as they came: all, or with codes the last that are there so."""
         return self.keys.data, self.values.data
 
-    def take_in(self, keys: Tensor, values: Tensor, first: int, each: list[int]) -> None:
-        """Copy, of sequence b of `keys` and `values` `[B,H,N,D]`, `each[b]` rows from `first` on, and zero the padding
-        behind a shorter one's."""
-        most = max(each)
+    def take_in(self, keys: Tensor, values: Tensor, first: int, hands: list[Hand]) -> None:
+        """Copy, of sequence b of `keys` and `values` `[B,H,N,D]`, what `hands[b]` says of the rows from `first` on, and
+        zero the padding behind a shorter one's."""
+        most = max(hand.rows for hand in hands)
         for near, apart in ((keys, self.keys), (values, self.values)):
             zone = apart.rows
             apart.resize(zone + most, near[:, :, :0].to(self.device or near.device))
-            for b, rows in enumerate(each):
+            for b, hand in enumerate(hands):
                 for h in range(near.shape[1]):  # a head is contiguous, so that no other copy is made on the device
-                    apart.full[b, h, zone : zone + rows].copy_(near[b, h, first : first + rows])
-                apart.full[b, :, zone + rows : zone + most] = 0
+                    dealt = hand.of_rows(near[b, h, first:])  # [units,unit,D]
+                    apart.full[b, h, zone : zone + hand.rows].view_as(dealt).copy_(dealt)
+                apart.full[b, :, zone + hand.rows : zone + most] = 0
 
     def note(self, valid: Tensor, heads: int) -> None:
         """Note which of the newly sealed rows are no padding, `[B,n]` bool."""

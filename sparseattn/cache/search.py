@@ -11,6 +11,8 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks, selection_checks
 from sparseattn.cache.abilities import Abilities
+from sparseattn.cache.rank_choice import RankChoice
+from sparseattn.cache.ranks import Ranks
 from sparseattn.cache.rows import StoredRows
 from sparseattn.core.budget import Allowance
 from sparseattn.core.mass import Promise, cut
@@ -27,6 +29,7 @@ class Search:
         selector: whom it asks.
         stored: the rows of the cache.
         check: whether every selection is held against the contract (`selection_checks`).
+        ranks: the processes that its rows are dealt to; None: this one has all.
 
     Attributes:
         abilities: which parts of the selector can do what.
@@ -37,8 +40,9 @@ class Search:
         pages_checked: whether scores of pages were held against the contract, which the first checked step does.
     """
 
-    def __init__(self, selector: Selector, stored: StoredRows, check: bool) -> None:
-        self.selector, self.stored, self.check = selector, stored, check
+    def __init__(self, selector: Selector, stored: StoredRows, check: bool, ranks: Ranks | None = None) -> None:
+        self.selector, self.stored, self.check, self.ranks = selector, stored, check, ranks
+        self._of_ranks = None if ranks is None else RankChoice.of(selector, stored, ranks)
         self.lookahead: Tensor | None = None
         self.abilities = Abilities.of(selector)
         self.pages_checked = False
@@ -55,6 +59,7 @@ class Search:
         twin = copy.copy(self)
         twin.selector, twin.stored, twin.abilities = selector, stored, Abilities.of(selector)
         twin.lookahead = None
+        twin._of_ranks = None if self.ranks is None else RankChoice.of(selector, stored, self.ranks)
         return twin
 
     # -- what the selector is told -----------------------------------------------------------------------------------
@@ -63,7 +68,8 @@ class Search:
         """Return what the selector is told of a step at the newest token, see `StepContext`; once rows are sealed."""
         stored, sealed = self.stored, self.stored.sealed
         positions = stored.newest if sealed.device is None else torch.tensor(stored.zones.next) - 1
-        return StepContext(positions, sealed.valid.visible, stored.zones.sealed, counted, near, self.lookahead)
+        there = sealed.valid.visible, stored.zones.here
+        return StepContext(positions, *there, counted, near, self.lookahead, stored.deal)
 
     def foresee(self, ahead: Tensor) -> None:
         """Tell a selector that looks ahead (`LooksAhead`) what the layer before knew of the next query.
@@ -134,6 +140,8 @@ class Search:
         """`choose` on the device of the sealed rows, where `near` is given if it is needed."""
         (rows, mass), selector, stored = allowed, self.selector, self.stored
         if not stored.zones.zone:
+            if self._of_ranks is not None and any(stored.zones.sealed):
+                return self._of_ranks.select(query, None, rows)
             chosen = Selection.none(query.shape[0], query.shape[1], query.device)
             return chosen if mass is None else self._cut(Weighed.nothing(query), near, mass)
         step = self.step(near() if near is not None and self.abilities.weighs_near else None, counted)
@@ -141,7 +149,9 @@ class Search:
         if self.check and not self.pages_checked:
             selection_checks.check_pages(query, selector)
             self.pages_checked = True
-        if mass is None:
+        if self._of_ranks is not None:
+            chosen = self._of_ranks.select(query, step, rows)
+        elif mass is None:
             chosen = selector.select(query, step, rows)
         else:
             assert isinstance(selector, EstimatesMass)  # `budget_of` refuses others

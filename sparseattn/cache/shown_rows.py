@@ -67,13 +67,15 @@ class ShownRows:
         if self.stored.sealed.codes is not None:
             self.stored.sealed.codes.bind(self.selector.layer_context)
         rows = self.stored.seal(each, decoded)
-        if not first:
+        if not (new := rows.keys.shape[2]):  # all are other processes'
+            order = None
+        elif not first:
             order = self.selector.append(rows)
         elif self.indexes is None:
             order = append_first(self.selector, rows)
         else:  # the prompt's, not what decoding adds
             order = append_kept(self.selector, rows, self.indexes)
-        self.stored.settle(order, max(each))
+        self.stored.settle(order, new)
         self.stored.publish()
         self.refresh()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from sparseattn.core.deal import Deal
     from sparseattn.core.layer_choices import Board
     from sparseattn.core.rope import Rope
 
@@ -80,6 +81,7 @@ class StepContext:
             logits of sink and unsealed rows, -inf for none.
         lookahead: `[B,H,G,D]`, after RoPE, for methods that look ahead (`LooksAhead`): the query that this layer's
             projection makes of the input of the attention layer before. None: nobody has made one.
+        deal: which of a sequence's sealed rows these are, where they are dealt to several processes; None: all.
     """
 
     positions: Tensor
@@ -88,3 +90,4 @@ class StepContext:
     counted: bool = False
     near: Tensor | None = None
     lookahead: Tensor | None = None
+    deal: Deal | None = None

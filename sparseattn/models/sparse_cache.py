@@ -18,8 +18,10 @@ from types import EllipsisType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from sparseattn.cache.ranks import Ranks
 from sparseattn.codecs.base import RowCodec
 from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.core.budget import Budget
@@ -84,6 +86,10 @@ class SparseCache(Cache):
         native: decode by the index that the model has of its own, in place of a selector: a token reads the rows that
             it chose and no others (`selector="native"` says the same). Prompts are prefilled by its choice too, so that
             outputs are the model's own.
+        context_group: processes that deal the rows of every sparse layer, as `group` of `KVCache`: each runs the same
+            program, with its own copy of the model and the same inputs, and gets the same tokens. A prompt that comes
+            in one pass is prefilled in full by each; behind it, and behind every chunk of a longer one, a layer keeps
+            its rank's rows alone. `stats` and `activity` are of what this rank read.
         impl: as in `attend`.
 
     Raises:
@@ -114,13 +120,14 @@ class SparseCache(Cache):
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
         rows: RowCodec | str | None = None,
+        context_group: dist.ProcessGroup | Ranks | None = None,
         impl: str | None = None,
         check: bool = False,
         native: bool = False,
     ) -> None:
         if native or selector == NATIVE:
             selector = None if selector == NATIVE else selector
-            kept = {"sealed_device": sealed_device, "indexes": indexes, "rows": rows}
+            kept = {"sealed_device": sealed_device, "indexes": indexes, "rows": rows, "context_group": context_group}
             other = None if budget == BUDGET else budget
             checks.check_native({"selector": selector, "roles": roles, "plan": plan, "budget": other, **kept})
             selector, budget = NATIVE, None
@@ -145,6 +152,7 @@ class SparseCache(Cache):
             "sealed_device": sealed_device,
             "indexes": indexes,
             "rows": rows,
+            "group": Ranks.of(context_group),
             "check": check,
         }
         self._seal = seal

@@ -132,15 +132,16 @@ class SparseHeads:
         rows = self.rows
         chosen, tail = rows.search.latest, rows.search.latest_tail
         assert chosen is not None
-        stored, sealed = rows.counts
-        held, near = sum(stored), sum(stored) - sum(sealed)  # near: sink and rows not sealed, which every query reads
+        stored, _ = rows.counts
+        always_read = rows.stored.near_counts  # sink and rows not sealed, which every query reads
+        held, near = sum(stored), sum(always_read)
         mean_stored, always = held / len(stored), near / len(stored)
         steps = len(stored)
         if real is not None:
             counted = real.tolist()
             steps = sum(counted)
             held = sum(count for count, is_real in zip(stored, counted, strict=True) if is_real)
-            near = held - sum(count for count, is_real in zip(sealed, counted, strict=True) if is_real)
+            near = sum(count for count, is_real in zip(always_read, counted, strict=True) if is_real)
         self.steps += steps
         self._held += held
         self._rows = self._rows + near

@@ -153,6 +153,8 @@ class SparseLayer(CacheLayerMixin):
         if dense:
             outs.append(self._attend_densely(call, query, dense, run))
             self.dense_calls += 1
+            for part in self.parts:
+                part.rows.deal()
         for t in range(dense, new):
             self._store(call, query, t, t + 1, run)
             run.cache.board.step = t

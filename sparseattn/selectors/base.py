@@ -168,6 +168,12 @@ class Selector(Stateful, Named, ABC):
         """
         raise ValueError(f"{self} has no step of fixed shapes and addresses: build the KVCache without fixed=True")
 
+    def why_not_dealt(self) -> str | None:
+        """Return why rows cannot be dealt to processes, each of which asks an instance of its own for the best of its
+        rows (`KVCache(group=)`), as the end of a sentence; None, by default: they can. Abilities that need all rows in
+        one process need not be named here."""
+        return None
+
     def check_state(self, state: Mapping[str, Tensor], rows: Rows, order: Tensor | None) -> None:
         """Refuse what no `append(rows)` of an empty instance leaves in its row buffers: a file may hold anything.
 

@@ -176,3 +176,10 @@ def test_what_faiss_keeps_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(PromptFileError, match=r"ivf.*not kept in tensors"):
         cache.save(tmp_path / "prompt")
     assert not (tmp_path / "prompt").exists()
+
+
+def test_a_part_of_a_sequence_is_not_written(tmp_path: Path) -> None:
+    cache = prefilled(Quest(8))
+    cache.ranks = object()
+    with pytest.raises(PromptFileError, match="a cache over ranks holds a part of the rows"):
+        cache.save(tmp_path / "prompt")

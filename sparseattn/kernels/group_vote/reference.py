@@ -17,5 +17,9 @@ def vote(scores: Tensor, group: str) -> Tensor:
 
 def vote_softmax(scores: Tensor) -> Tensor:
     """`[B,H,N]`: the logarithm of the sum of the query heads' probabilities, so that small ones still rank."""
-    total = scores.logsumexp(-1, keepdim=True)
-    return (scores - torch.where(total.isinf(), 0.0, total)).logsumexp(2)
+    return vote_of_total(scores, scores.logsumexp(-1))
+
+
+def vote_of_total(scores: Tensor, total: Tensor) -> Tensor:
+    """As `vote_softmax`, of `[B,H,G,N]`, a part of the candidates whose log-sum-exp is `total` `[B,H,G]`."""
+    return (scores - torch.where(total.isinf(), 0.0, total)[..., None]).logsumexp(2)

@@ -17,6 +17,7 @@ from sparseattn.selectors.abilities.ranks_listed import RanksListed
 from sparseattn.selectors.abilities.reads_keys import ReadsKeys
 from sparseattn.selectors.abilities.reads_rounded_keys import ReadsRoundedKeys
 from sparseattn.selectors.abilities.replays_native import ReplaysNative
+from sparseattn.selectors.abilities.shares_scores import SharesScores
 from sparseattn.selectors.abilities.weighs_near import WeighsNear
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "ReadsKeys",
     "ReadsRoundedKeys",
     "ReplaysNative",
+    "SharesScores",
     "WeighsNear",
 ]

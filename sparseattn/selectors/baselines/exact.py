@@ -11,14 +11,14 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Scan, products
 from sparseattn.kernels.row_scores.dispatch import row_scores
-from sparseattn.selectors.abilities import EstimatesMass, ReadsKeys
+from sparseattn.selectors.abilities import EstimatesMass, ReadsKeys, SharesScores
 from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
 from sparseattn.selectors.checks import check_group
 
 LAYER = "layer"
 
 
-class Exact(ReadsKeys, EstimatesMass, Selector):
+class Exact(ReadsKeys, EstimatesMass, SharesScores, Selector):
     """Scores every sealed key and reads the best: with `group="each"`, recall@k is 1 for every k up to the budget.
 
     Args:
@@ -32,6 +32,8 @@ class Exact(ReadsKeys, EstimatesMass, Selector):
     with which a head holds the share.
     """
 
+    page = 1
+
     def __init__(self, group: str = "each", refresh: int = 1) -> None:
         if refresh < 1:
             raise ValueError(f"refresh is 1 or more queries, got {refresh}")
@@ -42,7 +44,7 @@ class Exact(ReadsKeys, EstimatesMass, Selector):
     def has(self, ability: type) -> bool:
         # A choice that is kept was weighed for another query, and one for all heads of a layer would be cut apart.
         weighs = self.refresh == 1 and self.group != LAYER
-        return super().has(ability) and (weighs or ability is not EstimatesMass)
+        return super().has(ability) and (weighs or ability not in (EstimatesMass, SharesScores))
 
     def fix(self, rows: int, seal: int) -> None:
         if self.refresh > 1:
@@ -81,6 +83,9 @@ class Exact(ReadsKeys, EstimatesMass, Selector):
         scores = self._scores(query, step)
         selection = Selection.tokens(best(vote(scores, self.group), budget))
         return Weighed.of(self.counted(selection, query, step, budget), self.fitted(scores))
+
+    def head_scores(self, query: Tensor, step: StepContext) -> Tensor:
+        return self._scores(query, step).float()
 
     def _best(self, scores: Tensor, budget: int) -> Tensor:
         """`[B,Hs,S]`: the best rows, where their scores are `[B,H,G,N]`."""

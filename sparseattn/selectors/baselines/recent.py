@@ -7,11 +7,12 @@ from torch import Tensor
 
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, sorted_best
+from sparseattn.selectors.abilities import SharesScores
 from sparseattn.selectors.base import Rows, Selector, StepContext, best
 from sparseattn.selectors.checks import check_least
 
 
-class Recent(Selector):
+class Recent(SharesScores, Selector):
     """Reads the newest sealed rows up to the budget, in whole pages, the same for every head.
 
     It reads nothing to choose: StreamingLLM at as many rows as other methods read. At an unlimited budget it is
@@ -21,6 +22,8 @@ class Recent(Selector):
     Args:
         page: rows of a slot, a power of two; the cache seals whole pages, and a budget is cut to them.
     """
+
+    group = "max"
 
     def __init__(self, page: int = 16) -> None:
         check_least(page=(page, 1))
@@ -39,6 +42,12 @@ class Recent(Selector):
         age = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device).expand_as(valid)
         pages = best(age.masked_fill(~valid, -torch.inf)[:, None], budget // self.page)  # [B,1,S]
         return Selection.pages(pages.expand(-1, query.shape[1], -1), self.page)
+
+    def head_scores(self, query: Tensor, step: StepContext) -> Tensor:
+        assert step.deal is not None
+        valid, numbers = (part[:, :: self.page] for part in (step.valid, step.deal.numbers(step.valid)))
+        age = (numbers // self.page).float().masked_fill(~valid, -torch.inf)
+        return age[:, None, None].expand(-1, query.shape[1], -1, -1)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         pages = min(budget, sealed) // self.page

@@ -74,6 +74,9 @@ class TopP(TwoStage):
         """Who proposes."""
         return self.pages
 
+    def why_not_dealt(self) -> str | None:
+        return "it reads a share of the attention to all of its rows"
+
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:

@@ -20,7 +20,7 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels.topk.dispatch import best_pages
-from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.abilities import EstimatesMass, SharesScores
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
 from sparseattn.selectors.pages.score_checks import check_scores
@@ -29,7 +29,7 @@ from sparseattn.selectors.saved_state import Loaded, check_finite, check_no_orde
 Entries: TypeAlias = Mapping[str, Tensor]
 
 
-class PageSelector(EstimatesMass, Selector):
+class PageSelector(EstimatesMass, SharesScores, Selector):
     """Chooses pages of `page` rows by a score, from entries of `unit` rows that their keys alone decide.
 
     A subclass names the tensors of an entry (`entry_names`), computes them (`entries`) and scores them (`scores`). That
@@ -114,10 +114,11 @@ class PageSelector(EstimatesMass, Selector):
             `[B,H,G,P]` float32: the logarithm of the mean exponentiated logit of a page's rows, -inf where an entry is
             not real.
         """
-        each = copy.copy(self)
-        each.group = "each"
-        scores = each._scored(query, entries, real).unflatten(1, query.shape[1:3])
+        scores = self._of_heads(query, entries, real)
         return scores - math.log(self.page) if self.mass else scores
+
+    def head_scores(self, query: Tensor, step: StepContext) -> Tensor:
+        return self._of_heads(query, *self._entries_of(step.valid))
 
     def why_not_shared(self) -> str | None:
         """Why its entries cannot lie in a store that sequences share, as the end of a sentence; None: they can."""
@@ -207,6 +208,12 @@ class PageSelector(EstimatesMass, Selector):
         if scores.shape != (*query.shape[:2], pages):  # as nearly all are
             check_scores(type(self).__name__, scores, query, pages)
         return scores
+
+    def _of_heads(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        """Return `scores` where every query head chooses for itself: `[B,H,G,P]`."""
+        each = copy.copy(self)
+        each.group = "each"
+        return each._scored(query, entries, real).unflatten(1, query.shape[1:3])
 
     def _refuse(self, budget: int) -> NoReturn:
         raise ValueError(f"{self} reads whole pages: its budget is at least {self.page} rows, got {budget}")

@@ -48,6 +48,9 @@ class InfLLM2(PageSelector):
         parts = keys.unflatten(2, (-1, self.page // STRIDE, STRIDE))
         return {"means": parts.float().mean(4).to(keys.dtype)}  # [B,H,P,page/16,D]
 
+    def why_not_compared(self) -> str | None:
+        return "a block's best window may reach into it from a neighbour, which another process has"
+
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         means = entries["means"]
         each = means.shape[3]

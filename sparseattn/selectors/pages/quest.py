@@ -68,6 +68,9 @@ class Quest(PageSelector):
     def why_not_shared(self) -> str | None:
         return "its 8-bit bounds have one step for a channel of a whole sequence" if self.int8 else None
 
+    def why_not_compared(self) -> str | None:
+        return self.why_not_shared()
+
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         check_no_order(order)
         batch, heads, new, size = rows.keys.shape

@@ -57,6 +57,9 @@ class SkipSoftmax(KeyScorer):
         self.scale, self.group = float(scale), group
         self.lists = "each" if group == "each" else "max"
 
+    def why_not_dealt(self) -> str | None:
+        return "it skips pages that are far below the best of all"
+
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         most = self.logits(query, step).unflatten(3, (-1, self.page)).amax(-1)  # [B,H,G,P]
         below = most - most.cummax(3).values  # 0 and less; nan before the first real tile

@@ -13,12 +13,14 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels.topk.dispatch import best_rows
-from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.abilities import EstimatesMass, SharesScores
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
 
+LEARNED_HERE = "its parameters are learned from the first rows that it is shown, and each process shows it others"
 
-class Ranked(EstimatesMass, Selector):
+
+class Ranked(EstimatesMass, SharesScores, Selector):
     """Reads the rows with the largest approximate logits.
 
     A method may learn parameters of a sequence (`learn`): from the first real rows that it seals, its prompt's, or from
@@ -90,6 +92,9 @@ class Ranked(EstimatesMass, Selector):
         logits = self.masses(self.logits(query, step.valid))
         means = logits - math.log(self.page) if self.page > 1 else logits  # of a page's exponentiated logits
         return Weighed.of(self.best(logits, budget), self.fitted(means), self.page)
+
+    def head_scores(self, query: Tensor, step: StepContext) -> Tensor:
+        return self.masses(self.logits(query, step.valid))
 
     def masses(self, logits: Tensor) -> Tensor:
         """Return the logarithms of the sums of exponentiated `logits` `[B,H,G,N]` of each page: `[B,H,G,P]`."""

@@ -13,7 +13,7 @@ from sparseattn.selectors.base import LayerContext, Rows
 from sparseattn.selectors.checks import warn_of_keys_as_queries
 from sparseattn.selectors.identity import identity
 from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError, shared
-from sparseattn.selectors.tokens.base import Ranked
+from sparseattn.selectors.tokens.base import LEARNED_HERE, Ranked
 from sparseattn.utils.hashing import file_hash
 
 PROMPT = "prompt"  # stands for a calibration by this prompt alone
@@ -71,6 +71,9 @@ class FromCalibration(Ranked):
             self.calibration().check(self.layer, self._every(heads), size, self.layer_context.rope)
         elif not self.roped:
             self._rope()
+
+    def why_not_compared(self) -> str | None:
+        return LEARNED_HERE if self.artefact == PROMPT else None
 
     def _every(self, heads: int) -> int:
         """KV heads of the layer, of which it is shown `heads`."""

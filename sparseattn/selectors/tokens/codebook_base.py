@@ -10,7 +10,7 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.step_cost import Launch
 from sparseattn.kernels import codebooks
 from sparseattn.selectors.base import Rows
-from sparseattn.selectors.tokens.base import Ranked
+from sparseattn.selectors.tokens.base import LEARNED_HERE, Ranked
 
 
 class Coded(Ranked):
@@ -29,6 +29,9 @@ class Coded(Ranked):
         self.codes = RowBuffer(2, spare=0)  # [B,H,N,M] uint8; spare names must be there, too
         self.centroids = RowBuffer(2)  # [B,H,..,d] 16 bits, centroids of d channels
         self.known = RowBuffer(1)
+
+    def why_not_compared(self) -> str | None:
+        return LEARNED_HERE
 
     @abstractmethod
     def encode(self, keys: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ class Hata(LearnedCodes):
     def has(self, ability: type) -> bool:
         return super().has(ability) and ability is not EstimatesMass
 
+    def why_not_compared(self) -> str | None:
+        return None  # without a file its directions are drawn, the same everywhere
+
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:

@@ -119,6 +119,9 @@ class LowBit(RanksListed, PageSelector):
             return "it chooses single rows: give it pages, such as lowbit:page=16"
         return "its 8-bit levels are on a grid of a whole sequence" if self.scales == 8 else None
 
+    def why_not_compared(self) -> str | None:
+        return "its 8-bit levels are on a grid of a whole sequence" if self.scales == 8 else None
+
     check_state = Selector.check_state  # not kept in files
 
     def _index(self, entries: Entries, real: Tensor | None = None) -> QuantizedKeys:
@@ -197,6 +200,9 @@ class LowBit(RanksListed, PageSelector):
         logits = self.page_logits(self.scaled(query), self._entries(), step.valid)
         selection = Selection.pages(best_rows(vote(logits, self.group), budget // self.page), self.page)
         return Weighed.of(selection, self.fitted(logits), self.page)
+
+    def head_scores(self, query: Tensor, step: StepContext) -> Tensor:
+        return super().head_scores(self.scaled(query), step)
 
     def scaled(self, query: Tensor) -> Tensor:
         """Return `query` for kernels that divide products by `sqrt(head_dim)`, in a layer of another scale."""

@@ -1,0 +1,121 @@
+"""Laws of a cache whose rows are dealt to processes: it computes what one process computes, and sends what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseattn.cache import rank_checks
+from sparseattn.cache.rank_choice import require_scores
+from sparseattn.core.deal import Deal
+from tests.cases import CASES, Case, missing
+
+ROOT = Path(__file__).parents[2]
+FEW = ["quest", "quest-each", "lowbit", "lowbit-page", "exact-group", "mean", "recent", "window"]
+
+
+def allowed(case: Case, exact: bool) -> bool:
+    if missing(case) is not None:
+        return False
+    try:
+        rank_checks.dealable(selector := case.make())
+        if exact:
+            require_scores(selector)
+    except ValueError:
+        return False
+    return True
+
+
+def found(folder: Path, ranks: int, names: dict[str, list[str]], timeout: int) -> dict[str, list[Any]]:
+    """What `ranks` processes found, by life: a list over its ranks."""
+    command = [sys.executable, "-m", "tests.cache.rank_lives"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), str(folder), json.dumps(names)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert all(process.returncode == 0 for process in running), "\n".join(said)
+    of_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: [own[name] for own in of_rank if name in own] for name in of_rank[0]}
+
+
+def check(lives: dict[str, list[Any]]) -> None:
+    """The laws, of every life."""
+    for name, of_ranks in lives.items():
+        kind, *_, ranks = name.split()
+        assert len(of_ranks) == int(ranks), name
+        for own in of_ranks:
+            if kind == "refused":
+                assert "rows of the first append is [40, " in own["rows"], own
+                assert "window is [4, " in own["window"], own
+                assert "rows is [77, " in own["lengths"], own
+                continue
+            if kind == "generate":
+                assert all(own[how] for how in ("whole", "chunks", "lookup")), (name, own)
+                continue
+            assert own["far"] < 1e-4, (name, own)
+            if kind == "exact":
+                assert own["counted"] == own["predicted"], (name, own)
+            else:
+                assert set(own["sent"]) <= {"checks", "parts"}, "nothing is sent before attention"
+        if kind == "exact":
+            sealed = torch.tensor([own["sealed"] for own in of_ranks])
+            assert bool((sealed.sum(0) >= sealed[0]).all())
+            assert int((sealed.amax(0) - sealed.amin(0)).max()) <= 64, "dealt evenly, to a unit"
+        elif kind == "union":
+            assert sum(own["read"] for own in of_ranks) <= 64 + 16 * int(ranks)
+
+
+def test_two_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
+    check(found(tmp_path, 2, {"exact": FEW, "union": ["quest"]}, 100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_every_method_over_one_to_four_ranks(part: int, tmp_path: Path) -> None:
+    names = {
+        "exact": [case.name for case in CASES if allowed(case, exact=True)][part::4],
+        "union": [case.name for case in CASES if allowed(case, exact=False) and case.exhaustive][part::4],
+    }
+    check(found(tmp_path, 4, names, 590))
+
+
+@pytest.mark.slow
+def test_a_model_over_ranks_generates_what_one_process_does(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    check(found(tmp_path, 3, {"exact": [], "union": [], "generate": ["quest:page=8", "lowbit:rows=16"]}, 590))
+
+
+def test_a_deal_is_a_partition_in_whole_units() -> None:
+    """Whatever was sealed before: every unit goes to one rank, in turn, and its number is known."""
+    for size in range(1, 6):
+        for seals in ([48, 16, 160, 16], [16] * 7, [320]):
+            before, of_rank = 0, [[] for _ in range(size)]
+            for rows in seals:
+                every = torch.arange(before, before + rows)
+                for rank in range(size):
+                    (hand,) = Deal(16, rank, size).hands([before], [rows])
+                    dealt = hand.of_rows(every).flatten()
+                    assert len(dealt) == hand.rows
+                    of_rank[rank] += dealt.tolist()
+                before += rows
+            assert sorted(row for own in of_rank for row in own) == list(range(before))
+            for rank, own in enumerate(of_rank):
+                deal = Deal(16, rank, size)
+                assert len(own) <= deal.most(before)
+                assert deal.numbers(torch.ones(1, len(own), dtype=torch.bool))[0].tolist() == own
