@@ -111,6 +111,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mean": lambda *values: mean(_flat(values)),
     "min": lambda *values: min(_flat(values), default=None),
     "missed_one": lambda count, side: wilson([1.0] * (count - 1) + [0.0])[side],  # of as many prompts
+    "part_high": lambda values: wilson(known(values))[1],  # of shares, each prompt's its own
+    "part_low": lambda values: wilson(known(values))[0],
     "round": lambda value, digits: round(value, digits),
     "size": lambda values: len(values[0] if isinstance(values[0], list) else values),
     "sum": lambda *values: sum(_flat(values)),
