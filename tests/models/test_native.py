@@ -91,6 +91,55 @@ def test_native_goes_back_and_on(family: str) -> None:
         torch.testing.assert_close(model(given[:, -2:-1], **cache_argument(cache)).logits, again[0])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "glm_moe_dsa"])
+def test_native_after_a_pass_that_was_cut_short(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = native(family), inputs(2)
+    expected = generate(model, plain(model), given)
+    last = model.model.layers[2].self_attn
+    own, calls = last.indexer.forward, []
+
+    def broken(*args: Any, **options: Any) -> Tensor:
+        calls.append(own(*args, **options))  # whose keys are stored by now
+        if len(calls) in (1, 7):
+            raise RuntimeError("broken")
+        return calls[-1]
+
+    with SparseCache(model, native=True) as cache:
+        monkeypatch.setattr(last.indexer, "forward", broken)
+        with pytest.raises(RuntimeError, match="broken"):
+            generate(model, cache, given)
+        cache.crop(0)
+        with pytest.raises(RuntimeError, match="broken"):
+            generate(model, cache, given)
+        with pytest.raises(RuntimeError, match="cut short"):
+            generate(model, cache, given)
+        cache.crop(0)
+        assert cache.get_seq_length() == 70 + 4
+        cache.crop(-4)
+        following = model(given["input_ids"][:, -1:], attention_mask=_longer(given), **cache_argument(cache)).logits
+        cache.reset()
+        same(generate(model, cache, given), expected)
+    cache = plain(model)
+    model(**given, **cache_argument(cache))
+    again = model(given["input_ids"][:, -1:], attention_mask=_longer(given), **cache_argument(cache)).logits
+    torch.testing.assert_close(following, again, rtol=0, atol=1e-4)
+
+
+def _longer(given: dict[str, Tensor]) -> Tensor:
+    """The mask with another token."""
+    return torch.nn.functional.pad(given["attention_mask"], (0, 1), value=1)
+
+
+@pytest.mark.parametrize("dense", [[1], [0, 2]])
+def test_layers_that_stay_as_they_are_follow_their_index(dense: list[int]) -> None:
+    model, given = native("glm_moe_dsa"), inputs()
+    expected = generate(model, plain(model), given)
+    with SparseCache(model, native=True, dense_layers=dense) as cache:
+        same(generate(model, cache, given), expected)
+        assert set(cache.sparse_layers) == {0, 1, 2} - set(dense)
+
+
 @pytest.mark.parametrize(("mode", "padding"), [("greedy", 9), ("chunked", 0), pytest.param("chunked", 9, marks=SLOW)])
 @pytest.mark.parametrize(
     "family",
@@ -119,6 +168,8 @@ def test_a_prompt_once_for_many_selectors() -> None:
     assert torch.equal(shared[0], alone[0])
     with pytest.raises(ValueError, match="prefills by its choice"):
         prompt.cache(native=True)
+    with pytest.raises(ModelError, match=r"layer 1 .* not left as it is"):
+        prompt.cache("quest:page=4", dense_layers=[1])
 
 
 def test_latents_are_keys_and_values_in_one() -> None:
