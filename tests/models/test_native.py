@@ -17,7 +17,7 @@ from sparseattn.models.native_attention import register
 from sparseattn.models.native_choice import choice_of
 from sparseattn.models.native_index import native_index
 from sparseattn.models.prefill import Prefill
-from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.models.sparse_cache import SparseCache, restore
 from tests.models.tiny import MODES, SMALL, generate, plain, same, small
 from tests.models.tiny_native import FAMILIES, densely, native
 
@@ -89,6 +89,28 @@ def test_native_goes_back_and_on(family: str) -> None:
         cache.reset()
         model(given[:, :-2], **cache_argument(cache))
         torch.testing.assert_close(model(given[:, -2:-1], **cache_argument(cache)).logits, again[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "qwen4_exp", "glm_moe_dsa"])
+def test_native_behind_a_dense_prefill(family: str) -> None:
+    """As where the index chooses everything in the prompt, and as ever behind it."""
+    model, given = native(family), inputs()["input_ids"]
+    prompt = Prefill(model, given[:, :60])
+    with prompt.cache(native=True) as cache:
+        ours = torch.cat([model(one, **cache_argument(cache)).logits for one in given[:, 60:].split(1, 1)], 1)
+    restore(model)
+    cache = plain(model)
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    names = ("topk_blocks", "index_topk", "token_budget", "block_topk")
+    before = [{name: getattr(one, name) for name in names if hasattr(one, name)} for one in indexers]
+    for one in indexers:
+        vars(one).update({name: 256 for name in names if hasattr(one, name)})
+    model(given[:, :60], **cache_argument(cache))
+    for one, own in zip(indexers, before, strict=True):
+        vars(one).update(own)
+    theirs = torch.cat([model(one, **cache_argument(cache)).logits for one in given[:, 60:].split(1, 1)], 1)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
 @torch.no_grad()
@@ -166,8 +188,6 @@ def test_a_prompt_once_for_many_selectors() -> None:
     shared = generate(model, cache, given, max_new_tokens=6)
     alone = generate(model, SparseCache(model, "quest:page=4", None, **SMALL), given, max_new_tokens=6)
     assert torch.equal(shared[0], alone[0])
-    with pytest.raises(ValueError, match="prefills by its choice"):
-        prompt.cache(native=True)
     with pytest.raises(ModelError, match=r"layer 1 .* not left as it is"):
         prompt.cache("quest:page=4", dense_layers=[1])
 
