@@ -243,7 +243,7 @@ def native_layers(
         if index.unreadable is not None:
             raise ModelError(
                 f"layer {i} of {name_of(model)} has an index that cannot be followed with {installed()}, as "
-                f" {index.unreadable}: use the model without native=True"
+                f"{index.unreadable}: use the model without native=True"
             )
         kind = LatentLayer if index.latent else NativeLayer
         made[i] = kind(found[i].heads, capacity, impl)
