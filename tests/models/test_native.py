@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseattn import Selection, attend
 from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
+from sparseattn.models.error_sensitivity import observe
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lossless import generate_lossless
 from sparseattn.models.native_attention import register
@@ -162,7 +163,10 @@ def test_layers_that_stay_as_they_are_follow_their_index(dense: list[int]) -> No
         assert set(cache.sparse_layers) == {0, 1, 2} - set(dense)
 
 
-@pytest.mark.parametrize(("mode", "padding"), [("greedy", 9), ("chunked", 0), pytest.param("chunked", 9, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("mode", "padding"),
+    [("greedy", 9), *(pytest.param("chunked", padding, marks=SLOW) for padding in (0, 9))],
+)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in FAMILIES if name != "hy_v4"],  # sinks
@@ -236,6 +240,10 @@ def test_models_that_native_refuses() -> None:
     with pytest.raises(ModelError, match=r"layer 1 .* projects latents by Sequential"):
         SparseCache(model, native=True)
     ids = inputs()["input_ids"]
+    model = native("minimax_m3_vl")
+    with pytest.raises(ModelError, match="gradients of full attention say nothing"):
+        observe(Prefill(model, ids[:, :60]), ids[0, 60:].tolist())
+    restore(model)
     with pytest.raises(ModelError, match="full attention is not what it does"):
         generate_lossless(native("minimax_m3_vl"), ids, "quest", 16, max_new_tokens=4, do_sample=False)
     model = native("glm_moe_dsa")
