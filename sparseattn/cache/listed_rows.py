@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.kernels.attend.dispatch import attend
 from sparseattn.kernels.attend_latents import attend_latents
+
+Self = TypeVar("Self", bound="Listed")
 
 
 class Listed(ABC):
@@ -47,7 +50,7 @@ class Listed(ABC):
         for buffer in self.buffers().values():
             buffer.reset()
 
-    def clone(self) -> Listed:
+    def clone(self: Self) -> Self:
         """Return an independent copy."""
         twin = copy.copy(self)
         for name, buffer in self.buffers().items():

@@ -10,11 +10,10 @@ from sparseattn.cli.command import raised_here
 from sparseattn.core.budget import Budget
 from sparseattn.roles.roles import Method, Roles
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.baselines.native import Native
+from sparseattn.selectors.baselines.native import NATIVE, Native
 from sparseattn.selectors.registry import SELECTORS, make_selector
 
 ALL = "all"
-NATIVE = "native"  # what a trace holds of a model's own index
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from sparseattn.evaluation.tasks.run import Method
 from sparseattn.roles.roles import Method as Sparse
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.base import Selector
+from sparseattn.selectors.baselines.native import NATIVE, Native
 from sparseattn.selectors.registry import make_selector
 
 MOST_LAYERS = 9999  # far beyond any model's
@@ -70,7 +71,7 @@ def methods(
     sets = list(dict.fromkeys(map(layer_set, layers)))
     compared = [Method()]
     sources: dict[str, str] = {}  # of labels
-    sparse: list[Sparse] = [*map(make_selector, specs), *roles]
+    sparse: list[Sparse] = [*(Native() if spec == NATIVE else make_selector(spec) for spec in specs), *roles]
     for method in sparse:
         source = f"{method!r} of {method.source()}"
         if sources.setdefault(method.label(), source) != source:
@@ -82,14 +83,19 @@ def methods(
                 check_seal(selector, seal, codec)
         # Outside the budgets, as an index is built for a set of layers.
         for where, codec in itertools.product(sets, served):
-            for budget in budgets if method.uses_budget else [None]:
+            for budget in budgets if _has_budget(method) else [None]:
                 if isinstance(method, Roles):
                     method.check_budget(budget, counts[0])
                 else:
                     budget_of(method, budget, counts[0])
-                written = budget_label(budget) if method.uses_budget else None
+                written = budget_label(budget) if _has_budget(method) else None
                 compared.append(Method(method, budget, written, where, codec))
     return list({(method.label, method.written, method.layers): method for method in compared}.values())
+
+
+def _has_budget(method: Sparse) -> bool:
+    """Whether a method reads as much as it is told; a model's own index decides by itself."""
+    return method.uses_budget and not isinstance(method, Native)
 
 
 def _served(selectors: Sequence[Selector], codecs: Sequence[RowCodec | None]) -> list[RowCodec | None]:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.models.attention_layers import AttentionLayer
-from sparseattn.models.attention_routing import Call
+from sparseattn.models.attention_routing import Call, name_of
 from sparseattn.models.cache_argument import cache_argument
+from sparseattn.models.errors import ModelError
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_layer import Run, SparseLayer
 
@@ -55,11 +56,17 @@ def observe(prefill: Prefill, tokens: Sequence[int], draws: int = 8, seed: int =
 
     Raises:
         ValueError: no token, or no draw.
+        ModelError: a model with an index of its own, whose choice is part of what it computes.
     """
     if not tokens or draws < 1:
         raise ValueError(f"what is observed is 1 token or more by 1 draw or more, got {len(tokens)} and {draws}")
     cache = prefill.cache("window", None, sink=0, window=0)
     model, watched = cache.model, {}
+    if any(layer.index is not None for layer in cache.prepared.layers.values()):
+        raise ModelError(
+            f"{name_of(model)} has an index of its own, so that gradients of full attention say nothing of its layers: "
+            f"compare methods with it by `sparseattn eval` and `sparseattn bench`"
+        )
     for index, layer in cache.sparse_layers.items():
         watched[index] = cache.layers[index] = _Watched(layer, cache.prepared.layers[index])
     ids = torch.tensor([list(tokens)], device=model.device)

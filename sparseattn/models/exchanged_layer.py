@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparseattn.cache.listed_rows import ListedLatents
 from sparseattn.models.attention_routing import Call
+from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.native_choice import PASSED, passed
-from sparseattn.models.sparse_layer import Run
+from sparseattn.models.sparse_layer import Run, SparseLayer
 
 
 class ExchangedLayer(KeepsIndex):
@@ -42,7 +46,40 @@ class ExpandedLayer(ExchangedLayer):
 
     A new token's latent is expanded by the model once and never again. Values that are narrower than keys are stored
     with zeros behind them.
+
+    Attributes:
+        latents: what the model gave it, for a `LatentLayer` to go on from.
     """
+
+    def __init__(self, parts: Sequence[SparseHeads], impl: str | None = None) -> None:
+        super().__init__(parts, impl)
+        self.latents = ListedLatents()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        given = super().update(key_states, value_states)
+        self.latents.shorten(self.columns)
+        self.latents.append(torch.cat(given, -1)[:, 0])
+        return given
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.columns:
+            super().reorder_cache(beam_idx)
+            self.latents.take(beam_idx.long())
+
+    def reset(self) -> None:
+        super().reset()
+        self.latents.reset()
+
+    def append_from(self, other: SparseLayer) -> None:
+        super().append_from(other)
+        if isinstance(other, ExpandedLayer):
+            self.latents = other.latents.clone()
+
+    def clone(self) -> ExpandedLayer:
+        twin = super().clone()
+        assert isinstance(twin, ExpandedLayer)
+        twin.latents = self.latents.clone()
+        return twin
 
     def _given(self, call: Call) -> bool:
         return self.unattended is not None  # what `update` was given are latents

@@ -16,6 +16,7 @@ from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate, name_of
 from sparseattn.models.cache_argument import installed
 from sparseattn.models.errors import ModelError
+from sparseattn.models.exchanged_layer import ExchangedLayer, ExpandedLayer
 from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.native_choice import NativeChoice, choice_of
 from sparseattn.models.native_index import projections
@@ -150,11 +151,22 @@ class NativeLayer(KeepsIndex):
         self.stored.reset()
 
     def append_from(self, other: SparseLayer) -> None:
-        """Refuse, by ValueError: what was prefilled for selectors was prefilled densely."""
-        raise ValueError(
-            "a prompt that was prefilled for selectors attended densely, and a model with an index of its own prefills "
-            "by its choice: give the prompt to a SparseCache(native=True) itself"
-        )
+        """Take over the rows and the index of a layer that a prompt was prefilled in densely, for a selector.
+
+        Raises:
+            ValueError: another layer, or rows among which there is padding.
+        """
+        self._take_rows(other)
+        super().append_from(other)
+
+    def _take_rows(self, other: SparseLayer) -> None:
+        if not isinstance(other, ExchangedLayer):
+            raise ValueError(f"a native layer goes on from a layer of the same model, got {other!r}")
+        rows = other.rows
+        if rows.lengths.tolist() != [other.columns] * rows.batch:
+            raise ValueError("native=True goes on from a prompt that was prefilled without padding")
+        assert isinstance(self.stored, ListedRows)
+        self.stored.append(rows.keys, rows.values)
 
     def clone(self) -> NativeLayer:
         twin = super().clone()
@@ -185,6 +197,11 @@ class LatentLayer(NativeLayer):
         if run is not None and run.sparse_tokens == keys.shape[2]:
             return keys, values
         return held[..., : keys.shape[3]], held[..., keys.shape[3] :]
+
+    def _take_rows(self, other: SparseLayer) -> None:
+        if not isinstance(other, ExpandedLayer):
+            raise ValueError(f"a native layer goes on from a layer of the same model, got {other!r}")
+        self.stored = other.latents.clone()
 
     def _given(self, call: Call) -> bool:
         return self.unattended is not None
@@ -226,7 +243,7 @@ def native_layers(
         if index.unreadable is not None:
             raise ModelError(
                 f"layer {i} of {name_of(model)} has an index that cannot be followed with {installed()}, as "
-                f" {index.unreadable}: use the model without native=True"
+                f"{index.unreadable}: use the model without native=True"
             )
         kind = LatentLayer if index.latent else NativeLayer
         made[i] = kind(found[i].heads, capacity, impl)

@@ -12,6 +12,8 @@ from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_argument
+from sparseattn.models.errors import ModelError
+from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.sparse_cache import BUDGET, Method, PerLayer, SparseCache
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.selectors.abilities import LearnsFromQueries
@@ -78,11 +80,17 @@ class Prefill:
 
         Raises:
             ValueError: what `SparseCache` refuses; a selector that learns from queries where they were not kept.
+            ModelError: a layer with an index of the model's own that is to stay as it is.
         """
         made, held = SparseCache(self._cache.model, selector, budget, **settings), self._cache
         for index, (mine, prefilled) in enumerate(zip(made.layers, held.layers, strict=True)):
             if isinstance(mine, SparseLayer):
                 mine.append_from(prefilled)
+            elif isinstance(prefilled, KeepsIndex):
+                raise ModelError(
+                    f"layer {index} of {name_of(made.model)} has an index of its own, whose choice this prompt was "
+                    f"prefilled without: it can be sparse by a selector, and not left as it is by dense_layers"
+                )
             elif isinstance(prefilled, SparseLayer):
                 mine.update(*_columns(prefilled.rows, held._real.real))
             else:

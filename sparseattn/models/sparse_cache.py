@@ -42,12 +42,12 @@ from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.abilities import Evicts
 from sparseattn.selectors.base import Selector
+from sparseattn.selectors.baselines.native import NATIVE
 
 __all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
 
 SINK, WINDOW = 4, 64  # rows that every query reads, where nothing else is said
 SELECTOR, BUDGET = "quest", 1024
-NATIVE = "native"  # in place of a selector's name, where the model itself chooses
 Method: TypeAlias = "Selector | str"
 PerLayer: TypeAlias = "Mapping[int | str, Any]"
 

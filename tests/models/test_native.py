@@ -11,13 +11,14 @@ from torch import Tensor
 from sparseattn import Selection, attend
 from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
+from sparseattn.models.error_sensitivity import observe
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lossless import generate_lossless
 from sparseattn.models.native_attention import register
 from sparseattn.models.native_choice import choice_of
 from sparseattn.models.native_index import native_index
 from sparseattn.models.prefill import Prefill
-from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.models.sparse_cache import SparseCache, restore
 from tests.models.tiny import MODES, SMALL, generate, plain, same, small
 from tests.models.tiny_native import FAMILIES, densely, native
 
@@ -91,7 +92,81 @@ def test_native_goes_back_and_on(family: str) -> None:
         torch.testing.assert_close(model(given[:, -2:-1], **cache_argument(cache)).logits, again[0])
 
 
-@pytest.mark.parametrize(("mode", "padding"), [("greedy", 9), ("chunked", 0), pytest.param("chunked", 9, marks=SLOW)])
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "qwen4_exp", "glm_moe_dsa"])
+def test_native_behind_a_dense_prefill(family: str) -> None:
+    """As where the index chooses everything in the prompt, and as ever behind it."""
+    model, given = native(family), inputs()["input_ids"]
+    prompt = Prefill(model, given[:, :60])
+    with prompt.cache(native=True) as cache:
+        ours = torch.cat([model(one, **cache_argument(cache)).logits for one in given[:, 60:].split(1, 1)], 1)
+    restore(model)
+    cache = plain(model)
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    names = ("topk_blocks", "index_topk", "token_budget", "block_topk")
+    before = [{name: getattr(one, name) for name in names if hasattr(one, name)} for one in indexers]
+    for one in indexers:
+        vars(one).update({name: 256 for name in names if hasattr(one, name)})
+    model(given[:, :60], **cache_argument(cache))
+    for one, own in zip(indexers, before, strict=True):
+        vars(one).update(own)
+    theirs = torch.cat([model(one, **cache_argument(cache)).logits for one in given[:, 60:].split(1, 1)], 1)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "glm_moe_dsa"])
+def test_native_after_a_pass_that_was_cut_short(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = native(family), inputs(2)
+    expected = generate(model, plain(model), given)
+    last = model.model.layers[2].self_attn
+    own, calls = last.indexer.forward, []
+
+    def broken(*args: Any, **options: Any) -> Tensor:
+        calls.append(own(*args, **options))  # whose keys are stored by now
+        if len(calls) in (1, 7):
+            raise RuntimeError("broken")
+        return calls[-1]
+
+    with SparseCache(model, native=True) as cache:
+        monkeypatch.setattr(last.indexer, "forward", broken)
+        with pytest.raises(RuntimeError, match="broken"):
+            generate(model, cache, given)
+        cache.crop(0)
+        with pytest.raises(RuntimeError, match="broken"):
+            generate(model, cache, given)
+        with pytest.raises(RuntimeError, match="cut short"):
+            generate(model, cache, given)
+        cache.crop(0)
+        assert cache.get_seq_length() == 70 + 4
+        cache.crop(-4)
+        following = model(given["input_ids"][:, -1:], attention_mask=_longer(given), **cache_argument(cache)).logits
+        cache.reset()
+        same(generate(model, cache, given), expected)
+    cache = plain(model)
+    model(**given, **cache_argument(cache))
+    again = model(given["input_ids"][:, -1:], attention_mask=_longer(given), **cache_argument(cache)).logits
+    torch.testing.assert_close(following, again, rtol=0, atol=1e-4)
+
+
+def _longer(given: dict[str, Tensor]) -> Tensor:
+    """The mask with another token."""
+    return torch.nn.functional.pad(given["attention_mask"], (0, 1), value=1)
+
+
+@pytest.mark.parametrize("dense", [[1], [0, 2]])
+def test_layers_that_stay_as_they_are_follow_their_index(dense: list[int]) -> None:
+    model, given = native("glm_moe_dsa"), inputs()
+    expected = generate(model, plain(model), given)
+    with SparseCache(model, native=True, dense_layers=dense) as cache:
+        same(generate(model, cache, given), expected)
+        assert set(cache.sparse_layers) == {0, 1, 2} - set(dense)
+
+
+@pytest.mark.parametrize(
+    ("mode", "padding"),
+    [("greedy", 9), *(pytest.param("chunked", padding, marks=SLOW) for padding in (0, 9))],
+)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in FAMILIES if name != "hy_v4"],  # sinks
@@ -117,8 +192,8 @@ def test_a_prompt_once_for_many_selectors() -> None:
     shared = generate(model, cache, given, max_new_tokens=6)
     alone = generate(model, SparseCache(model, "quest:page=4", None, **SMALL), given, max_new_tokens=6)
     assert torch.equal(shared[0], alone[0])
-    with pytest.raises(ValueError, match="prefills by its choice"):
-        prompt.cache(native=True)
+    with pytest.raises(ModelError, match=r"layer 1 .* not left as it is"):
+        prompt.cache("quest:page=4", dense_layers=[1])
 
 
 def test_latents_are_keys_and_values_in_one() -> None:
@@ -165,6 +240,10 @@ def test_models_that_native_refuses() -> None:
     with pytest.raises(ModelError, match=r"layer 1 .* projects latents by Sequential"):
         SparseCache(model, native=True)
     ids = inputs()["input_ids"]
+    model = native("minimax_m3_vl")
+    with pytest.raises(ModelError, match="gradients of full attention say nothing"):
+        observe(Prefill(model, ids[:, :60]), ids[0, 60:].tolist())
+    restore(model)
     with pytest.raises(ModelError, match="full attention is not what it does"):
         generate_lossless(native("minimax_m3_vl"), ids, "quest", 16, max_new_tokens=4, do_sample=False)
     model = native("glm_moe_dsa")

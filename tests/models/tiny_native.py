@@ -83,6 +83,14 @@ QSA: dict[str, Any] = {
     },
     **COMMON,
 }
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MISTRAL: dict[str, Any] = {
+    "text_config": {
+        **{name: value for name, value in LATENT.items() if name != "q_lora_rank"},
+        "indexer_types": SHARED,
+    },
+    "vision_config": {**PIXTRAL, "intermediate_size": 32, "image_size": 28, "patch_size": 14},
+}
 # Family -> names of its config and of its model, and what is its own.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax_m3_vl": ("MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM", MINIMAX),
@@ -96,6 +104,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Dots3NoteForCausalLM",
         {**LATENT, "layer_types": DOTS_LAYERS, "sliding_window": 16, "shared_experts_intermediate_size": 32},
     ),
+    "mistral_large4": ("MistralLarge4Config", "MistralLarge4ForConditionalGeneration", MISTRAL),
 }
 
 

@@ -18,6 +18,9 @@ from sparseattn.models.errors import ModelError
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Method, Roles
+from sparseattn.selectors.baselines.native import Native
+
+MOST_ROWS = 1 << 30  # a window that holds every context
 
 
 def check_positions(positions: int | None, tokens: int, what: str, remedy: str = "") -> None:
@@ -76,6 +79,14 @@ class ModelDecoder:
 
         return tuple(SparseCache(self.model, "window", None, **self.settings).sparse_layers)
 
+    @functools.cached_property
+    def _indexed(self) -> bool:
+        """Whether the model has layers with an index of their own, which only a selector keeps from its choice."""
+        from sparseattn.models.sparse_cache import SparseCache
+
+        found = SparseCache(self.model, "window", None, **self.settings).prepared.layers
+        return any(layer.index is not None for layer in found.values())
+
     def check_layers(self, layers: Sequence[int], what: str) -> None:
         """ModelError where not all of `layers` can be sparse."""
         strange = [layer for layer in layers if layer not in self.sparse]
@@ -118,12 +129,16 @@ class ModelDecoder:
         stay as they come.
         """
         every = self.config.num_hidden_layers
-        if selector is None:
+        settings = dict(self.settings)
+        if layers is not None:
+            settings["dense_layers"] = sorted(set(range(every)) - set(layers))
+        if isinstance(selector, Native):
+            cache = prefill.cache(native=True, dense_layers=settings["dense_layers"])
+        elif selector is None and self._indexed:  # all rows, without the index
+            cache = prefill.cache("window", None, sink=0, window=MOST_ROWS)
+        elif selector is None:
             cache = prefill.cache("window", None, dense_layers=every)
         else:
-            settings = dict(self.settings)
-            if layers is not None:
-                settings["dense_layers"] = sorted(set(range(every)) - set(layers))
             which = {"roles": selector} if isinstance(selector, Roles) else {"selector": selector}
             cache = prefill.cache(**which, budget=None, seal=self.seal, rows=codec, check=True, **settings)
         cache.sparse_from = prefill.tokens + len(tail)

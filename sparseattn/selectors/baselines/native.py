@@ -15,6 +15,8 @@ from sparseattn.core.step_cost import Scan
 from sparseattn.selectors.abilities import ReplaysNative
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
+NATIVE = "native"  # in place of a selector's name, where a model itself chooses
+
 
 class Native(ReplaysNative, Selector):
     """Reads what the layer's own index chose for the same token: the best of it that the budget allows.
@@ -29,7 +31,7 @@ class Native(ReplaysNative, Selector):
 
     @classmethod
     def class_name(cls) -> str:
-        return "native"
+        return NATIVE
 
     def append(self, rows: Rows) -> None:
         self.at.append(rows.positions)
