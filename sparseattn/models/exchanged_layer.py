@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparseattn.cache.listed_rows import ListedLatents
 from sparseattn.models.attention_routing import Call
-from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.native_choice import PASSED, passed
+from sparseattn.models.sparse_heads import SparseHeads
 from sparseattn.models.sparse_layer import Run, SparseLayer
 
 
