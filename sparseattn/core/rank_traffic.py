@@ -29,7 +29,14 @@ class Traffic(NamedTuple):
 
 
 def traffic(
-    size: int, query: tuple[int, int, int, int], *, slots: int, group: str, exact: bool = True, element: int = 4
+    size: int,
+    query: tuple[int, int, int, int],
+    *,
+    slots: int,
+    group: str,
+    exact: bool = True,
+    element: int = 4,
+    gathers: bool = True,
 ) -> Traffic:
     """Return what a rank sends at one step of a layer; every one of `size` ranks sends as much.
 
@@ -41,6 +48,7 @@ def traffic(
         group: the query group's vote.
         exact: whether the ranks agree on the best of all.
         element: bytes of an element of the output.
+        gathers: whether outputs are sent to all, not summed over the ranks (`Ranks.gathers`).
     """
     batch, heads, members, head_dim = query
     others, of_queries = size - 1, batch * heads * members
@@ -48,4 +56,8 @@ def traffic(
     votes = NUMBER * of_queries * others if exact and group == "softmax" else 0
     choice = NUMBER * lists * slots * others if exact else 0
     parts = of_queries * (head_dim * element + NUMBER) * others
-    return Traffic(votes, choice, parts, sum(part > 0 for part in (votes, choice, parts)))
+    rounds = sum(part > 0 for part in (votes, choice, parts))
+    if not gathers:  # the maximum of log-sum-exps, then sums of weighted outputs and of weights, each by a ring
+        numbers = of_queries * NUMBER, of_queries * (head_dim + 1) * NUMBER
+        parts, rounds = sum(2 * part * others // size for part in numbers), rounds + 3
+    return Traffic(votes, choice, parts, rounds)

@@ -20,6 +20,8 @@ from tests.cases import CASES, Case, missing
 ROOT = Path(__file__).parents[2]
 FEW = ["quest", "quest-each", "lowbit", "lowbit-page", "exact-group", "mean", "recent", "window"]
 
+TIES = {"hata", "hata-each"}  # distances are whole numbers: which of equally distant rows are read is left open
+
 
 def allowed(case: Case, exact: bool) -> bool:
     if missing(case) is not None:
@@ -89,7 +91,7 @@ def test_two_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_every_method_over_one_to_four_ranks(part: int, tmp_path: Path) -> None:
     names = {
-        "exact": [case.name for case in CASES if allowed(case, exact=True)][part::4],
+        "exact": [case.name for case in CASES if allowed(case, exact=True) and case.name not in TIES][part::4],
         "union": [case.name for case in CASES if allowed(case, exact=False) and case.exhaustive][part::4],
     }
     check(found(tmp_path, 4, names, 590))
