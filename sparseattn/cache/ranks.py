@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparseattn.core.rank_traffic import GATHERED
 from sparseattn.kernels.attend.merge import merge, share
 
 SHARES = ("exact", "union")
-GATHERED = (
-    8  # ranks up to which all outputs are sent to all: beyond, sums over the ranks are fewer bytes and more rounds
-)
 
 
 class Ranks:
@@ -33,7 +31,7 @@ class Ranks:
 
     Attributes:
         rank, size: of this process, and how many there are.
-        gathers: whether outputs are sent to all, and not summed over the ranks: of up to `GATHERED` ranks.
+        gathered: bytes of outputs that a rank sends at most; where it were more, outputs are summed over the ranks.
         sent: bytes that this rank has sent, by purpose: "checks" of the prompt, "votes" (log-sum-exps), "choice"
             (scores) and "parts" (outputs).
 
@@ -56,7 +54,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a rank of the group: make the cache in the processes of it alone")
-        self.gathers = self.size <= GATHERED
+        self.gathered = GATHERED
         self.sent: Counter[str] = Counter()
 
     @classmethod
@@ -104,7 +102,7 @@ class Ranks:
         """
         if self.size == 1:
             return out, lse
-        if not self.gathers:
+        if (out.nbytes + lse.nbytes) * (self.size - 1) > self.gathered:
             return self._summed(out, lse)
         bits = [part.contiguous().view(torch.uint8) for part in (out, lse[..., None])]
         every, width = self.gather(torch.cat(bits, -1), "parts"), bits[0].shape[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+GATHERED = 4 << 20  # bytes of outputs that a rank sends at most: beyond, sums are fewer bytes, in three more rounds
 NUMBER = 4  # bytes of a score or a log-sum-exp
 
 
@@ -36,7 +37,7 @@ def traffic(
     group: str,
     exact: bool = True,
     element: int = 4,
-    gathers: bool = True,
+    gathered: int = GATHERED,
 ) -> Traffic:
     """Return what a rank sends at one step of a layer; every one of `size` ranks sends as much.
 
@@ -48,7 +49,7 @@ def traffic(
         group: the query group's vote.
         exact: whether the ranks agree on the best of all.
         element: bytes of an element of the output.
-        gathers: whether outputs are sent to all, not summed over the ranks (`Ranks.gathers`).
+        gathered: bytes of outputs that are sent to all, at most (`Ranks.gathered`).
     """
     batch, heads, members, head_dim = query
     others, of_queries = size - 1, batch * heads * members
@@ -57,7 +58,7 @@ def traffic(
     choice = NUMBER * lists * slots * others if exact else 0
     parts = of_queries * (head_dim * element + NUMBER) * others
     rounds = sum(part > 0 for part in (votes, choice, parts))
-    if not gathers:  # the maximum of log-sum-exps, then sums of weighted outputs and of weights, each by a ring
+    if parts > gathered:  # the maximum of log-sum-exps, then sums of weighted outputs and of weights, each by a ring
         numbers = of_queries * NUMBER, of_queries * (head_dim + 1) * NUMBER
         parts, rounds = sum(2 * part * others // size for part in numbers), rounds + 3
     return Traffic(votes, choice, parts, rounds)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from sparseattn.cache.ranks import GATHERED
 from sparseattn.core.budget import Rows, budget_rows
 from sparseattn.core.context import LayerContext
 from sparseattn.core.rank_traffic import Traffic, traffic
@@ -183,8 +182,7 @@ class Dealt:
 
     def _traffic(self, slots: int, group: str, exact: bool) -> Traffic:
         element = torch.finfo(self.work.dtype).bits // 8
-        gathers = self.ranks <= GATHERED
-        return traffic(self.ranks, self.query, slots=slots, group=group, exact=exact, element=element, gathers=gathers)
+        return traffic(self.ranks, self.query, slots=slots, group=group, exact=exact, element=element)
 
     def _step(self, method: str, index: float, read: float, sent: Traffic, seconds: float) -> RankStep:
         full = self.work.model.full

@@ -46,7 +46,7 @@ def caches(make: Callable[[], Any], ranks: Ranks) -> list[KVCache]:
 
 def summed(ranks: Ranks) -> Ranks:
     """As many ranks would: they sum outputs."""
-    ranks.gathers = ranks.size == 1
+    ranks.gathered = 0
     return ranks
 
 
@@ -81,7 +81,7 @@ def sent(cache: KVCache, ranks: Ranks) -> Any:
     selector: Any = cache.selector
     most = cache.stored.deal.most(max(cache.stored.zones.sealed)) // selector.page
     slots = min(BUDGET // selector.page, most) if selector.uses_budget else 0
-    return traffic(ranks.size, SHAPE, slots=slots, group=selector.group, gathers=ranks.gathers)
+    return traffic(ranks.size, SHAPE, slots=slots, group=selector.group, gathered=ranks.gathered)
 
 
 def union(name: str, ranks: Ranks) -> dict[str, Any]:
