@@ -14,6 +14,7 @@ from sparseattn.core.rank_traffic import GATHERED
 from sparseattn.kernels.attend.merge import merge, share
 
 SHARES = ("exact", "union")
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.13 and before name it
 
 
 class Ranks:
@@ -85,7 +86,7 @@ class Ranks:
         every = part.new_empty(self.size, *part.shape)
         if self.size == 1 or not part.numel():
             return every.copy_(part)
-        dist.all_gather_into_tensor(every.view(-1), part.view(-1), group=self.group)
+        GATHER(every.view(-1), part.view(-1), group=self.group)
         self.sent[purpose] += part.nbytes * (self.size - 1)
         return every
 

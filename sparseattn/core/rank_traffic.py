@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-GATHERED = 4 << 20  # bytes of outputs that a rank sends at most: beyond, sums are fewer bytes, in three more rounds
+GATHERED = 8 << 20  # bytes of outputs that a rank sends at most: beyond, sums are fewer bytes, in three more rounds
 NUMBER = 4  # bytes of a score or a log-sum-exp
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sparseattn.cache.rank_checks import dealable
+from sparseattn.cache.rank_choice import require_scores
 from sparseattn.core.budget import Rows, budget_rows
 from sparseattn.core.context import LayerContext
 from sparseattn.core.rank_traffic import Traffic, traffic
@@ -20,7 +22,6 @@ from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import dense_cost, step_cost
 from sparseattn.cost_model.index_bytes import SINK, WINDOW, index_bytes
 from sparseattn.cost_model.model_steps import DENSE, Workload
-from sparseattn.selectors.abilities import SharesScores
 from sparseattn.selectors.registry import make_selector
 from sparseattn.utils.suggest import did_you_mean
 
@@ -169,11 +170,12 @@ class Dealt:
         shape = model.attention(work.batch, work.dtype)
         selector = make_selector(spec).for_layer(LayerContext(0, rope=Rope.of(shape.size)))
         selector.check_shape(shape.heads, shape.group, shape.size)
+        dealable(selector)
+        if exact:
+            require_scores(selector)
         rows = budget_rows(budget, work.context, selector.span, selector)
         part = max(-(-rows // (self.ranks * selector.span)), 1) * selector.span
         cost = step_cost(selector, shape, self.rows, part, sink=SINK, window=WINDOW)
-        if exact and not selector.has(SharesScores):
-            raise ValueError(f"{spec} does not share its scores: ranks cannot agree on the best of all")
         slots = min(rows, self.rows) // selector.span
         sent = self._traffic(slots, getattr(selector, "group", "max"), exact)
         index = index_bytes(spec, model.num_kv_heads, model.group, model.head_dim, work.dtype)
