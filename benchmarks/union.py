@@ -87,14 +87,14 @@ class Problem:
         rows = rows.unflatten(0, (heads, -1)).expand(-1, members, -1, -1)
         return float((self.weights * rows).sum(-1).mean())
 
-    def result(self, method: str, budget: int, sizes: Sequence[int], slack: float) -> dict[str, Any]:
+    def results(self, method: str, budget: int, sizes: Sequence[int], slack: float) -> list[dict[str, float]]:
         """Of one process, and of every number of ranks without and with a slack."""
         one = self.read(method, budget, 1, 0.0)
-        out: dict[str, Any] = {"one": self._said(one, one)}
-        for ranks in sizes:
-            out[f"{ranks}"] = self._said(self.read(method, budget, ranks, 0.0), one)
-            out[f"{ranks} slack"] = self._said(self.read(method, budget, ranks, slack), one)
-        return out
+        ways = [(1, 0.0), *((ranks, more) for ranks in sizes for more in (0.0, slack))]
+        return [
+            {"ranks": ranks, "slack": more, **self._said(self.read(method, budget, ranks, more), one)}
+            for ranks, more in ways
+        ]
 
     def _said(self, read: Tensor, one: Tensor) -> dict[str, float]:
         """The attention held, the recall of the rows that one process reads, and rows read by a list."""
@@ -102,17 +102,13 @@ class Problem:
         return {"mass": self.held(read), "recall": float(recall), "rows": float(read.sum(-1).float().mean())}
 
 
-def mean(results: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """The mean over layers."""
-    count = len(results)
-    return {
-        name: {what: sum(one[name][what] for one in results) / count for what in numbers}
-        for name, numbers in results[0].items()
-    }
+def means(results: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """Of each way the mean over layers."""
+    return [{name: sum(one[name] for one in way) / len(way) for name in way[0]} for way in zip(*results, strict=True)]
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for each trace, method and budget."""
+    """A line for each trace, method, budget and way of sharing it."""
     for name in options.trace:
         trace = open_trace(name, lambda *_: None)
         problems = []
@@ -122,21 +118,17 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             problems.append(Problem(seen.keys, queries))
         for method in options.selector:
             for budget in options.budget:
-                of_layers = [problem.result(method, budget, options.ranks, options.slack) for problem in problems]
-                line = {"trace": name, "rows": problems[0].keys.shape[1], "layers": len(problems)}
-                yield line | {"method": method, "budget": budget, "read": mean(of_layers)}
+                of_layers = [problem.results(method, budget, options.ranks, options.slack) for problem in problems]
+                line = {"trace": name, "tokens": problems[0].keys.shape[1], "layers": len(problems)}
+                for way in means(of_layers):
+                    yield line | {"method": method, "budget": budget, **way}
 
 
 def table(record: Any) -> Iterable[Table]:
-    sizes = record["ranks"]
-    out = Table(
-        "trace", "method", "budget", "one process", *(f"{ranks} ranks" for ranks in sizes), "recall of its rows"
-    )
+    out = Table("trace", "method", "budget", "ranks", "slack", "attention", "recall of one process's rows", "rows")
     for line in record["measured"]:
-        read = line["read"]
-        masses = (f"{read[str(ranks)]['mass']:.4f}" for ranks in sizes)
-        recalls = ", ".join(f"{read[str(ranks)]['recall']:.3f}" for ranks in sizes)
-        out.add_row(line["trace"], line["method"], str(line["budget"]), f"{read['one']['mass']:.4f}", *masses, recalls)
+        names = line["trace"], line["method"], str(line["budget"]), f"{line['ranks']:.0f}", f"{line['slack']:g}"
+        out.add_row(*names, f"{line['mass']:.4f}", f"{line['recall']:.3f}", f"{line['rows']:.0f}")
     yield out
 
 
@@ -161,11 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command.parse_args(arguments)
     options.trace = options.trace or ["prose", "long"]
     options.selector = options.selector or ["quest", "lowbit", "mean", "exact:group=softmax"]
-    lines = []
-    for line in measured(options):
-        lines.append(line)
-        read = line["read"]
-        print(line["trace"], line["method"], line["budget"], {name: round(x["mass"], 4) for name, x in read.items()})
+    lines = list(measured(options))
     record = {"question": "what ranks lose that take the best of their own rows", "queries": options.queries}
     record |= {"ranks": options.ranks, "slack": options.slack, "sink": SINK, "window": WINDOW}
     record |= {"measured": lines, "versions": versions(), "machine": machine()}
