@@ -14,7 +14,6 @@ from sparseattn.core.rank_traffic import GATHERED
 from sparseattn.kernels.attend.merge import merge, share
 
 SHARES = ("exact", "union")
-GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.13 and before name it
 
 
 class Ranks:
@@ -86,7 +85,8 @@ class Ranks:
         every = part.new_empty(self.size, *part.shape)
         if self.size == 1 or not part.numel():
             return every.copy_(part)
-        GATHER(every.view(-1), part.view(-1), group=self.group)
+        named = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.13
+        getattr(dist, named)(every.view(-1), part.view(-1), group=self.group)
         self.sent[purpose] += part.nbytes * (self.size - 1)
         return every
 
