@@ -14,6 +14,7 @@ from sparseattn.selectors.methods import METHODS
 if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that `sparseattn --help` needs no torch
     from sparseattn.cache.decode import decode as decode
     from sparseattn.cache.kv_cache import KVCache as KVCache
+    from sparseattn.cache.ranks import Ranks as Ranks
     from sparseattn.codecs.base import RowCodec as RowCodec
     from sparseattn.codecs.registry import ROW_CODECS as ROW_CODECS
     from sparseattn.codecs.registry import make_codec as make_codec
@@ -115,6 +116,7 @@ _MODULES = {
     "PageSelector": "sparseattn.selectors.pages.base",
     "PerfectBuckets": "sparseattn.selectors.clusters.saap",
     "ROW_CODECS": "sparseattn.codecs.registry",
+    "Ranks": "sparseattn.cache.ranks",
     "RowCodec": "sparseattn.codecs.base",
     "Rows": "sparseattn.selectors.base",
     "SELECTORS": "sparseattn.selectors.registry",

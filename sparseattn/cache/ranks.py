@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseattn.kernels.attend.merge import merge
+from sparseattn.core.rank_traffic import GATHERED
+from sparseattn.kernels.attend.merge import merge, share
 
 SHARES = ("exact", "union")
 
@@ -30,6 +31,7 @@ class Ranks:
 
     Attributes:
         rank, size: of this process, and how many there are.
+        gathered: bytes of outputs that a rank sends at most; where it were more, outputs are summed over the ranks.
         sent: bytes that this rank has sent, by purpose: "checks" of the prompt, "votes" (log-sum-exps), "choice"
             (scores) and "parts" (outputs).
 
@@ -52,6 +54,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a rank of the group: make the cache in the processes of it alone")
+        self.gathered = GATHERED
         self.sent: Counter[str] = Counter()
 
     @classmethod
@@ -82,21 +85,38 @@ class Ranks:
         every = part.new_empty(self.size, *part.shape)
         if self.size == 1 or not part.numel():
             return every.copy_(part)
-        dist.all_gather_into_tensor(every.view(-1), part.view(-1), group=self.group)
+        named = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.13
+        getattr(dist, named)(every.view(-1), part.view(-1), group=self.group)
         self.sent[purpose] += part.nbytes * (self.size - 1)
         return every
+
+    def reduce(self, part: Tensor, how: dist.ReduceOp.RedOpType, purpose: str) -> Tensor:
+        """Return the sum or maximum of every rank's `part`, in place; a ring sends it twice but for a rank's share."""
+        dist.all_reduce(part, how, group=self.group)
+        self.sent[purpose] += 2 * part.nbytes * (self.size - 1) // self.size
+        return part
 
     def merged(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return attention over the rows of all ranks, of this one's `out` `[B,H,G,D]` and log-sum-exp `[B,H,G]`.
 
-        All ranks compute it from the same numbers in the same order, so that it is the same on all.
+        It is the same on all ranks: each computes it from the same numbers in the same order.
         """
         if self.size == 1:
             return out, lse
+        if (out.nbytes + lse.nbytes) * (self.size - 1) > self.gathered:
+            return self._summed(out, lse)
         bits = [part.contiguous().view(torch.uint8) for part in (out, lse[..., None])]
         every, width = self.gather(torch.cat(bits, -1), "parts"), bits[0].shape[-1]
         outs, sums = (part.contiguous() for part in (every[..., :width], every[..., width:]))
         return merge(outs.view(out.dtype), sums.view(lse.dtype)[..., 0])
+
+    def _summed(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        top = self.reduce(lse.clone(), dist.ReduceOp.MAX, "parts")
+        weight = share(lse, top)[..., None]
+        sums = self.reduce(torch.cat([out * weight, weight], -1), dist.ReduceOp.SUM, "parts")
+        total = sums[..., -1]
+        whole = sums[..., :-1] / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]
+        return whole.to(out.dtype), top + total.log()
 
     def require_same(self, what: Mapping[str, int], device: torch.device) -> None:
         """ValueError, on every rank, where numbers differ from rank to rank."""

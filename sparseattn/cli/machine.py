@@ -13,6 +13,7 @@ import typer
 from sparseattn.cli.command import say
 from sparseattn.cli.machine_model import predict_models
 from sparseattn.cli.machine_options import METHODS, MachineOptions
+from sparseattn.cli.machine_ranks import RANKED, predict_ranks
 from sparseattn.cli.progress import progress_of
 from sparseattn.core.budget import budget_label, parse_budget
 from sparseattn.core.context import LayerContext
@@ -22,6 +23,7 @@ from sparseattn.cost_model.machine import Machine, measured_path
 from sparseattn.cost_model.measure import measure
 from sparseattn.cost_model.model_shape import ModelShape
 from sparseattn.cost_model.model_steps import Workload
+from sparseattn.cost_model.rank_steps import Dealt, Link
 from sparseattn.reporting import machine_tables
 from sparseattn.reporting.terminal import Screen, table_screen
 from sparseattn.selectors.registry import make_selector
@@ -38,12 +40,18 @@ def run(options: MachineOptions) -> None:
         return _measured(Shape(1, heads, group, head_dim), options.out or measured_path(), options.json)
     known = Machine.load(options.name)
     if options.model:
+        workloads = [
+            Workload(known, model, context, batch, options.dtype.torch)
+            for model in map(ModelShape.load, options.model)
+            for context, batch in itertools.product(options.contexts, options.batches)
+        ]
+        if options.rank_counts:
+            link = Link.of(options.link)
+            dealt = [Dealt(work, ranks, link) for work in workloads for ranks in options.rank_counts]
+            methods, budget = options.selector or RANKED, parse_budget(options.budget)
+            return predict_ranks(dealt, methods, budget, options.share == "exact", options.json, options.out)
         return predict_models(
-            [
-                Workload(known, model, context, batch, options.dtype.torch)
-                for model in map(ModelShape.load, options.model)
-                for context, batch in itertools.product(options.contexts, options.batches)
-            ],
+            workloads,
             options.selector or METHODS,
             parse_budget(options.budget),
             options.json,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,15 @@ from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
 from sparseattn.cost_model.data_sheet import CPU, published
 from sparseattn.cost_model.known_models import named
+from sparseattn.cost_model.rank_steps import LINKS
 
 METHODS = ("lowbit", "lowbit:bits=1,page=16", "quest:page=8,int8=True", "retroinfer")  # those that the README names
 GPUS = tuple(sheet.name for sheet in published())
+
+
+class Share(str, Enum):
+    exact = "exact"
+    union = "union"
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,23 @@ class MachineOptions:
     budget: Annotated[
         str, typer.Option(help="Tokens that a query reads besides sink and window: a number or a share (5%).")
     ] = "2048"
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Processes that the rows of every sequence are dealt to, such as 8,64: predict a rank's attention, "
+            "without the weights; with --model."
+        ),
+    ] = None
+    link: Annotated[
+        str,
+        typer.Option(
+            help=f"With --ranks: what they send over, {' or '.join(LINKS)} by data sheet, or GB/s and microseconds a "
+            "message (25,10)."
+        ),
+    ] = "nvlink"
+    share: Annotated[
+        Share, typer.Option(help="With --ranks: whether they agree on the best rows of all, or each takes its own.")
+    ] = Share.exact
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False
 
     def __post_init__(self) -> None:
@@ -83,6 +107,10 @@ class MachineOptions:
         if self.name is None and (self.selector or self.model):
             given = "--model" if self.model else "--selector"
             raise ValueError(f"{given} needs the name of a machine, such as `sparseattn machine h100`")
+        if self.ranks is not None and not self.model:
+            raise ValueError("--ranks needs --model, whose rows are dealt")
+        if self.ranks is None and (self._is_changed("link") or self._is_changed("share")):
+            raise ValueError("--link and --share need --ranks")
         if self.model and self._is_changed("shape"):
             raise ValueError("--model has a shape of its own: leave out --shape or --model")
         if not self.model and len(self.contexts) * len(self.batches) > 1:
@@ -105,6 +133,13 @@ class MachineOptions:
     def contexts(self) -> list[int]:
         """Rows of each sequence."""
         return [values.row_count(text, "--context") for text in self.context.split(",")]
+
+    @cached_property
+    def rank_counts(self) -> list[int]:
+        """How many ranks; empty without any."""
+        found = values.integers(self.ranks, "--ranks") or [] if self.ranks is not None else []
+        values.check_positive({"--ranks": min(found, default=1)})
+        return found
 
     @cached_property
     def batches(self) -> list[int]:

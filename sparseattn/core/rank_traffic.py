@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+GATHERED = 8 << 20  # bytes of outputs that a rank sends at most: beyond, sums are fewer bytes, in three more rounds
 NUMBER = 4  # bytes of a score or a log-sum-exp
 
 
@@ -29,7 +30,14 @@ class Traffic(NamedTuple):
 
 
 def traffic(
-    size: int, query: tuple[int, int, int, int], *, slots: int, group: str, exact: bool = True, element: int = 4
+    size: int,
+    query: tuple[int, int, int, int],
+    *,
+    slots: int,
+    group: str,
+    exact: bool = True,
+    element: int = 4,
+    gathered: int = GATHERED,
 ) -> Traffic:
     """Return what a rank sends at one step of a layer; every one of `size` ranks sends as much.
 
@@ -41,6 +49,7 @@ def traffic(
         group: the query group's vote.
         exact: whether the ranks agree on the best of all.
         element: bytes of an element of the output.
+        gathered: bytes of outputs that are sent to all, at most (`Ranks.gathered`).
     """
     batch, heads, members, head_dim = query
     others, of_queries = size - 1, batch * heads * members
@@ -48,4 +57,8 @@ def traffic(
     votes = NUMBER * of_queries * others if exact and group == "softmax" else 0
     choice = NUMBER * lists * slots * others if exact else 0
     parts = of_queries * (head_dim * element + NUMBER) * others
-    return Traffic(votes, choice, parts, sum(part > 0 for part in (votes, choice, parts)))
+    rounds = sum(part > 0 for part in (votes, choice, parts))
+    if parts > gathered:  # the maximum of log-sum-exps, then sums of weighted outputs and of weights, each by a ring
+        numbers = of_queries * NUMBER, of_queries * (head_dim + 1) * NUMBER
+        parts, rounds = sum(2 * part * others // size for part in numbers), rounds + 3
+    return Traffic(votes, choice, parts, rounds)

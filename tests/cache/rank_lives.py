@@ -44,6 +44,12 @@ def caches(make: Callable[[], Any], ranks: Ranks) -> list[KVCache]:
     return [KVCache(make(), seal=unit, **settings, group=group) for group in (None, ranks)]
 
 
+def summed(ranks: Ranks) -> Ranks:
+    """As many ranks would: they sum outputs."""
+    ranks.gathered = 0
+    return ranks
+
+
 def exact(name: str, ranks: Ranks) -> dict[str, Any]:
     """A life with later seals, `crop`, `reorder` and a `clone`: how far its outputs are from one process's."""
     queries, keys, values = rows()
@@ -75,7 +81,7 @@ def sent(cache: KVCache, ranks: Ranks) -> Any:
     selector: Any = cache.selector
     most = cache.stored.deal.most(max(cache.stored.zones.sealed)) // selector.page
     slots = min(BUDGET // selector.page, most) if selector.uses_budget else 0
-    return traffic(ranks.size, SHAPE, slots=slots, group=selector.group)
+    return traffic(ranks.size, SHAPE, slots=slots, group=selector.group, gathered=ranks.gathered)
 
 
 def union(name: str, ranks: Ranks) -> dict[str, Any]:
@@ -151,6 +157,8 @@ def lives(names: dict[str, list[str]], size: int) -> Iterator[tuple[str, Any]]:
             continue
         for name in names["exact"]:
             yield f"exact {name} {ranks}", exact(name, Ranks(group))
+        for name in names["exact"][:1]:
+            yield f"exact {name} summed {ranks}", exact(name, summed(Ranks(group)))
         for name in names["union"]:
             yield f"union {name} {ranks}", union(name, Ranks(group))
         for name in names.get("generate", []):
