@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparseattn.cost_model.rank_steps import Dealt, RankStep
-from sparseattn.evaluation.measures import Format
+from sparseattn.evaluation.measure_table import Format
 from sparseattn.reporting.table import Column, Table
 
 
