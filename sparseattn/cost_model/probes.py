@@ -250,7 +250,7 @@ def _sums(shape: Shape) -> list[Probe]:
         flops = 2.0 * query.numel() * size + 2.0 * query.shape[:3].numel() * size * least
 
         def call(keys: ProductCodes = keys, best: int = best) -> Tensor:
-            return product_codes.best(Tables(query, turn, books), keys, best)
+            return product_codes.best(Tables(query, turn, books), keys, best)[0]
 
         made.append(Probe(Launch("sums", codes.nbytes, flops, work), call))
     return made

@@ -8,6 +8,15 @@ import torch
 from sparseattn.kernels.product_codes import dispatch, reference
 from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, rounded
 
+
+def chosen(tables: Tables, keys: ProductCodes, count: int, impl: str) -> torch.Tensor:
+    """Ids `[B,H,S]`, -1 for none."""
+    start, length = dispatch.best(tables, keys, count, impl=impl)
+    assert start.dtype == length.dtype == torch.int32
+    assert bool(((length == 0) | (length == 1)).all())
+    return torch.where(length > 0, start, -1)
+
+
 # batch, heads, group, subspaces, bits, rows: whole blocks and none, groups that fill no register, an odd subspace
 SHAPES = [(1, 2, 4, 8, 4, 1000), (2, 2, 3, 5, 4, 513), (1, 2, 1, 4, 8, 640), (2, 1, 5, 3, 8, 70), (1, 1, 4, 2, 4, 3)]
 
@@ -41,7 +50,7 @@ def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[i
     sums = step[:, :, None, None] * reference.sums(names.float(), keys)
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
     for count in counts:
-        found, expected = (dispatch.best(tables, keys, count, impl=which) for which in (impl, "torch"))
+        found, expected = (chosen(tables, keys, count, which) for which in (impl, "torch"))
         assert torch.equal(found.sort(-1).values < 0, expected.sort(-1).values < 0)
         read, wanted = (votes.gather(2, ids.clamp(min=0).long()).masked_fill(ids < 0, 0) for ids in (found, expected))
         torch.testing.assert_close(read.sort(-1).values, wanted.sort(-1).values, rtol=0, atol=2 * float(step.max()))
@@ -63,11 +72,11 @@ def test_candidates_beyond_the_room_of_a_thread_and_of_a_poor_sample_are_found(r
     pytest.importorskip("numba")
     tables, keys = made(1, 1, 2, 4, 4, rows)
     alike = ProductCodes(torch.zeros_like(keys.codes), 4, keys.valid)
-    assert len(set(dispatch.best(tables, alike, 7, impl="numba").flatten().tolist()) - {-1}) == 7
+    assert len(set(chosen(tables, alike, 7, "numba").flatten().tolist()) - {-1}) == 7
     far, best = torch.zeros_like(keys.codes), reference.sums(tables.numbers(), keys).sum(2)[0, 0].argmax()
     far[0, 0, :, 100:110] = keys.codes[0, 0, :, best : best + 1]
     skewed = ProductCodes(far, 4, torch.ones_like(keys.valid))
-    found, expected = (dispatch.best(tables, skewed, 20, impl=impl) for impl in ("numba", "torch"))
+    found, expected = (chosen(tables, skewed, 20, impl) for impl in ("numba", "torch"))
     if rows > 110:
         assert set(range(100, 110)) <= set(found.flatten().tolist()) & set(expected.flatten().tolist())
 
@@ -77,7 +86,7 @@ def test_rows_that_are_chosen_are_those_of_the_whole_vote_where_all_are_candidat
     names, step, _ = rounded(tables.numbers())
     sums = step[:, :, None, None] * reference.sums(names.float(), keys)
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
-    found = dispatch.best(tables, keys, 400 // MORE, impl="torch")
+    found = chosen(tables, keys, 400 // MORE, "torch")
     assert torch.equal(votes.gather(2, found.long()).sort(-1).values, votes.topk(400 // MORE).values.sort(-1).values)
 
 

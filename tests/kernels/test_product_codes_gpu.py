@@ -14,7 +14,7 @@ from sparseattn import KVCache, QueryPQ
 from sparseattn.kernels.product_codes import dispatch, reference
 from sparseattn.kernels.product_codes.codes import ProductCodes, Tables, rounded
 from tests.cases import attention
-from tests.kernels.test_product_codes import check_choices, made
+from tests.kernels.test_product_codes import check_choices, chosen, made
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,9 +55,9 @@ def test_sums_and_choices_are_the_references(shape: tuple[int, ...]) -> None:
 def test_rows_that_are_not_valid_hold_anything_and_a_sequence_may_have_none() -> None:
     tables, keys = placed((2, 2, 4, 8, 4, 64))
     keys.valid[1] = False
-    expected = dispatch.best(tables, keys, 8, impl="torch")
+    expected = chosen(tables, keys, 8, "torch")
     keys.codes.masked_fill_(~keys.valid[:, None, None], 255)
-    found = dispatch.best(tables, keys, 8, impl="triton")
+    found = chosen(tables, keys, 8, "triton")
     assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
     assert bool((found[1] == -1).all())
     assert bool(dispatch.logits(tables.numbers(), keys, impl="triton")[1].isneginf().all())

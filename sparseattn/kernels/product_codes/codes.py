@@ -37,18 +37,20 @@ class Tables:
     """What each code of a subspace adds to a step's logits, by what that is made of.
 
     Args:
-        query: `[B,H,G,D]` float32, over the temperature.
+        query: `[B,H,G,D]`, of a stored dtype.
         turn: `[B,H,D,D]`, the map of queries to the space of the centroids, of stored dtypes.
         centroids: `[B,H,M,2^bits,D/M]`, of the same dtype.
+        temperature: what queries are divided by.
     """
 
     query: Tensor
     turn: Tensor
     centroids: Tensor
+    temperature: float = 1.0
 
     def numbers(self) -> Tensor:
         """Return them, `[B,H,G,M,2^bits]` float32."""
-        return codebooks.products(self.query @ self.turn.float().mT, self.centroids)
+        return codebooks.products((self.query.float() / self.temperature) @ self.turn.float().mT, self.centroids)
 
 
 def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,3 +84,8 @@ def sampled(rows: int, device: torch.device) -> Tensor:
     found = (first[:, None] + torch.arange(BLOCK, device=device)).flatten()
     last = (blocks - 1) // apart * apart * BLOCK  # the first row of the last block, of which not all need be there
     return found[: len(found) - max(last + BLOCK - rows, 0)]
+
+
+def spans(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return start and length, int32, of single rows `ids`, negative for none."""
+    return ids.clamp(min=0).int(), (ids >= 0).int()

@@ -24,7 +24,7 @@ def logits(tables: Tensor, keys: ProductCodes, impl: str | None = None) -> Tenso
     return CODES.pick(impl, tables.device, tables.dtype, tables.requires_grad).logits(tables, keys)
 
 
-def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None) -> Tensor:
+def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """Return the best rows by the group's vote "softmax" among candidates, by tables rounded to 8 bits.
 
     A query head's probability of a row is about the exponential of the row's logit, less the log-sum-exp of the rows
@@ -41,8 +41,8 @@ def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None
         count: rows chosen for each KV head.
 
     Returns:
-        `[B,H,S]` int32 in no order, S at most N, -1 where there are fewer valid rows. Which of equal rows is chosen is
-        left open.
+        start, length `[B,H,S]` int32 of spans of one row, in no order, S at most N; length 0 where there are fewer
+        valid rows. Which of equal rows is chosen is left open.
     """
     query = tables.query
     return CODES.pick(impl, query.device, query.dtype, query.requires_grad).best(tables, keys, count)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparseattn.kernels.group_vote.gpu import log_sum, vote_tiles
 from sparseattn.kernels.page_bounds.gpu import adjacent
-from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, Tables, rounded, sampled
+from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, Tables, rounded, sampled, spans
 from sparseattn.kernels.product_codes.reference import first_of_best, offsets
 from sparseattn.kernels.topk.dispatch import best_rows
 
@@ -239,9 +239,9 @@ def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
     return vote_tiles(*sums_of_listed(tables, keys, ids), VOTE_BLOCK)
 
 
-def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
+def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
     names, step, _ = rounded(tables.numbers())
     candidates = best_rows(nearest(names, step, keys), MORE * count).sort(-1).values  # [B,H,C]
     chosen = first_of_best(voted(names * step[:, :, None, None, None], keys, candidates), count)
-    return candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1)
+    return spans(candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.group_vote.reference import vote_softmax
-from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, rounded, sampled
+from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, rounded, sampled, spans
 
 
 def names(codes: Tensor, bits: int, subspaces: int) -> Tensor:
@@ -31,7 +31,7 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     return sums(tables, keys).masked_fill(~keys.valid[:, None, None], -torch.inf)
 
 
-def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
+def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
     names, step, _ = rounded(tables.numbers())
     whole = sums(names.float(), keys)
@@ -39,7 +39,7 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     last = near.topk(min(MORE * count, near.shape[2]), 2).values.amin(2, keepdim=True)
     candidate = (near >= last) & (near > -torch.inf)
     votes = step[:, :, None, None] * whole
-    return first_of_best(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count)
+    return spans(first_of_best(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count))
 
 
 def first_of_best(votes: Tensor, count: int) -> Tensor:

@@ -216,13 +216,13 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
-        products = self.factors(query).numbers()
+        products = self.factors(query, 1.0).numbers()
         products[:, :, :, 0] += query @ self.centre.visible[..., None]
         return products
 
-    def factors(self, query: Tensor) -> Tables:
-        """Return what `tables` of queries `[B,H,G,D]` float32 are made of, the mean key's part left out."""
-        return Tables(query, self.back.visible, self.centroids.visible)
+    def factors(self, query: Tensor, temperature: float) -> Tables:
+        """Return what `tables` of queries `[B,H,G,D]` are made of, the mean key's part left out."""
+        return Tables(query, self.back.visible, self.centroids.visible, temperature)
 
     def stored(self, valid: Tensor) -> ProductCodes:
         """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
@@ -234,8 +234,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.group != "softmax" or self.page > 1:
             return super().select(query, step, budget)
-        tables = self.factors(query.float() / self.temperature(query.shape[3]))
-        return Selection.tokens(product_codes.best(tables, self.stored(step.valid), budget))
+        tables = self.factors(query, self.temperature(query.shape[3]))
+        return Selection(*product_codes.best(tables, self.stored(step.valid), budget), 1, whole=True)
 
     @property
     def _compiled(self) -> bool:

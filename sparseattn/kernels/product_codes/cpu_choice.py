@@ -1,0 +1,237 @@
+"""The best rows of one KV head by its codes, in compiled code.
+
+A sample of the head's blocks tells about how good the candidates are. One pass over the codes, of sums that stop at
+255, lists what may be as good. These alone are looked at again, by sums of 16 bits, and vote.
+"""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_rows import array_at
+from sparseattn.kernels.product_codes.codes import BLOCK
+from sparseattn.kernels.product_codes.cpu_lists import TILE, ask, list_rows, possible
+from sparseattn.kernels.product_codes.cpu_registers import NONE, SHUFFLES
+from sparseattn.kernels.product_codes.cpu_sums import count_within, highest_sum, nearest, sum_block, within
+from sparseattn.kernels.product_codes.cpu_tables import make_losses
+from sparseattn.kernels.product_codes.cpu_votes import added_up, choose, mixed, weights
+
+AHEAD = 1024  # bytes of a code's rows that are asked for before their turn
+ALL = NONE - 1  # no valid row is farther below the best
+
+
+@njit
+def _add_block(codes, step, count, bits, names, share, out, head_step, valid):
+    """As `sum_block`, where no shuffle looks codes up: four query heads' sums in a number of 64 bits."""
+    size, entries = count * 8 // bits << bits, 1 << bits
+    read, marks = array_at(np.uint8, codes, (count - 1) * step + BLOCK), array_at(np.uint8, valid, BLOCK)
+    numbers, four = array_at(np.uint8, names, share * size), np.empty(size, np.uint64)
+    for first in range(0, share, 4):
+        four[:] = 0
+        for g in range(min(4, share - first)):
+            for k in range(size):
+                four[k] |= np.uint64(numbers[(first + g) * size + k]) << np.uint64(16 * g)
+        for lane in range(BLOCK):
+            total = np.uint64(0)
+            for r in range(count):
+                code = np.intp(read[r * step + lane])
+                if bits == 8:
+                    total += four[r * entries + code]
+                else:
+                    total += four[2 * r * entries + (code & 15)] + four[(2 * r + 1) * entries + (code >> 4)]
+            for g in range(min(4, share - first)):
+                sums = array_at(np.int16, out + (first + g) * head_step, BLOCK)
+                sums[lane] = np.int16((total >> np.uint64(16 * g)) & np.uint64(0xFFFF)) if marks[lane] else -1
+
+
+@njit
+def _sum(codes, step, count, bits, names, share, out, head_step, valid):
+    """The sums of 64 rows for each query head, see `sum_block`; codes, names, out, valid: addresses."""
+    if SHUFFLES > 0 and bits == 4:
+        sum_block(codes, step, count, names, 32 * count, share, out, head_step, valid)
+    else:
+        _add_block(codes, step, count, bits, names, share, out, head_step, valid)
+
+
+@njit
+def _smallest(near, count, wanted):
+    """The least number, 0 or more, that `wanted` of the `count` int16 at the address `near` do not exceed; `ALL`."""
+    low, high = 0, ALL
+    while low < high:
+        middle = (low + high) >> 1
+        if count_within(near, count, np.int16(middle)) >= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@njit
+def _sample(stored, tables, tail, total, apart, unit, sums, near, tops):
+    """Write what sum of a query head all rows are compared with, `tops` `[G]` int16, by a sample: the rows of every
+    `apart`-th block. Return how many rows that is, in whole blocks.
+
+    A head's number is the logarithm of its weights' sum, in steps of sums, less what keeps it among these and is the
+    same for all heads. unit: such a step in a logit, in units of log 2; sums, near: int16, written too: the sums of
+    these rows, one query head's behind another's, and how far they are below. All but numbers are addresses.
+    """
+    (codes, step, count, bits, valid), (names, share) = stored, tables
+    whole, at = total // TILE * TILE, sums
+    rows = (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
+    for first in range(0, total, apart * BLOCK):
+        if first + BLOCK <= total:
+            _sum(codes + first, step, count, bits, names, share, at, 2 * rows, valid + first)
+        else:
+            own = tail + first - whole
+            _sum(own, TILE, count, bits, names, share, at, 2 * rows, own + count * TILE)
+        at += 2 * BLOCK
+    weight, best, least = np.zeros(share, np.float32), np.zeros(share, np.float32), np.float32(np.inf)
+    highest = array_at(np.int16, tops, share)
+    highest[:] = 0
+    nearest(sums, 2 * rows, share, tops, near, rows)
+    for g in range(share):
+        top = highest_sum(sums + 2 * rows * g, near, np.int16(ALL), rows)
+        if top >= 0 and unit > 0:
+            best[g] = top
+            found = added_up(sums + 2 * rows * g, near, np.int16(ALL), np.float32(unit), top, rows, 0)
+            weight[g] = best[g] + np.log2(found) / unit
+        least = min(least, weight[g] - best[g])
+    for g in range(share):
+        highest[g] = np.int16(min(np.rint(weight[g] - least), np.float32(ALL)))
+    nearest(sums, 2 * rows, share, tops, near, rows)
+    return rows
+
+
+@njit
+def _mark(codes, step, count, bits, names, share, valid, tops, limit, sums, marks):
+    """Mark those of 128 rows that are valid and `limit` at most below `tops`, as `possible` does; sums: room for
+    `[G + 1,64]` int16. All but numbers are addresses."""
+    for half in range(2):
+        first, bits_of = half * BLOCK, array_at(np.uint64, marks, 2)
+        _add_block(codes + first, step, count, bits, names, share, sums, 2 * BLOCK, valid + first)
+        nearest(sums, 2 * BLOCK, share, tops, sums + 2 * BLOCK * share, BLOCK)
+        bits_of[half] = within(sums + 2 * BLOCK * share, np.int16(limit))
+
+
+@njit
+def _list(stored, tables, losses, begins, work, tail, total, tops, limit, most, kept, rows):
+    """List the valid rows that are `limit` at most below `tops`, and perhaps others. Return how many, -1 where there
+    is no room for them.
+
+    losses, begins: of `make_losses`; work: room for two numbers of 64 bits and `[G + 1,64]` int16; kept, rows:
+    `[count,most]` codes and `[most]` names that are written. All but numbers are addresses: arrays would be counted
+    anew for each tile.
+    """
+    (codes, step, count, bits, valid), (names, share), found, whole = stored, tables, 0, total // TILE * TILE
+    for first in range(0, total, TILE):
+        if found + TILE > most:
+            return -1
+        at, across, there = codes + first, step, valid + first
+        if first == whole:
+            at, across, there = tail, TILE, tail + count * TILE
+        if SHUFFLES > 0 and bits == 4:
+            possible(at, across, count, losses, 32 * count, begins, share, there, work)
+        else:
+            _mark(at, across, count, bits, names, share, there, tops, limit, work + 16, work)
+        ask(at + AHEAD, across, count)
+        ask(at + AHEAD + BLOCK, across, count)
+        found = list_rows(work, found, first, at, across, count, kept, most, rows)
+        found = list_rows(work + 8, found, first + BLOCK, at + BLOCK, across, count, kept, most, rows)
+    return found
+
+
+@njit
+def _candidates(stored, tables, tail, total, more, limit, most, places):
+    """List the valid rows that are no farther below their `tops` than the `more`-th, and perhaps others. Return how
+    many, in whole blocks, and how far below the last candidate is; -1 where there is no room.
+
+    limit: about how far that is; places: of `_places`.
+    """
+    (_, _, count, bits, _), (names, share) = stored, tables
+    sums, near, kept, rows, _, tops, begins, losses, ones, work = places
+    marked, size = array_at(np.uint8, ones, BLOCK), count * 8 // bits << bits
+    marked[:] = 1
+    while True:
+        make_losses(
+            array_at(np.uint8, names, share * size), array_at(np.int16, tops, share), (share, size >> bits, 1 << bits),
+            limit, array_at(np.uint8, losses, share * size), array_at(np.uint8, begins, share),
+        )  # fmt: skip
+        found = _list(stored, tables, losses, begins, work, tail, total, tops, limit, most, kept, rows)
+        if found < 0:
+            return found, 0
+        if found >= more or limit == ALL:
+            wide = (found + BLOCK - 1) // BLOCK * BLOCK
+            for first in range(0, wide, BLOCK):
+                _sum(kept + first, most, count, bits, names, share, sums + 2 * first, 2 * most, ones)
+            nearest(sums, 2 * most, share, tops, near, wide)
+            below = array_at(np.int16, near, wide)
+            below[found:] = NONE
+            last = _smallest(near, wide, more)
+            if last <= limit:
+                return wide, last
+        limit = min(2 * limit + 16, ALL)
+
+
+@njit
+def _vote(sums, near, weighed, rows, factors_at, step, count, last, unit, share, wanted):
+    """Move the names of the best of `count` rows, in whole blocks, to the front of `rows`, and return how many; see
+    `choose`. sums, near, weighed, rows, factors_at: addresses, the last of room for `[G]` float32; step: rows from a
+    query head's sums and weights to the next's."""
+    factors, least = array_at(np.float32, factors_at, share), np.float32(np.inf)
+    for g in range(share):
+        top = highest_sum(sums + 2 * step * g, near, np.int16(last), count)
+        factors[g] = weights(sums + 2 * step * g, near, np.int16(last), np.float32(unit), top, count,
+                             weighed + 4 * step * g)  # fmt: skip
+        least = min(least, factors[g])
+    for g in range(share):
+        factors[g] = least / factors[g] if factors[g] > 0 else np.float32(0)
+    mixed(weighed, 4 * step, share, factors_at, count, weighed)
+    return choose(weighed, rows, count, wanted)
+
+
+def room(share, count, bits, sampled, most):
+    """Places of what `choose_rows` works in, from one address on: `sums`, near, kept, rows, weights, tops, begins,
+    losses, ones, and room for `_list`; and its bytes in all."""
+    near = 2 * share * max(sampled, most)
+    kept = near + 2 * max(sampled, most)
+    rows = kept + count * most
+    weighed = rows + 4 * most
+    tops = weighed + 4 * share * most
+    begins = tops + 4 * share  # where factors come later
+    losses = begins + share
+    ones = losses + share * (count * 8 // bits << bits)
+    work = ones + BLOCK
+    return near, kept, rows, weighed, tops, begins, losses, ones, work, work + 16 + 2 * (share + 1) * BLOCK
+
+
+_room = njit(room)
+
+
+@njit
+def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, arena, out):
+    """Name the best rows of one KV head in `out` `[S]` int32, and return how many; -1 where `arena` has no room.
+
+    stored: address of the codes, bytes from one of a row to the next, how many, bits, and address of what says which
+    rows are valid; tables: address of `[G,M,K]` uint8, and G; tail: address of the codes of the rows behind whole tiles
+    `[count,128]`, and behind these which are valid; unit: a step of a sum in units of log 2; arena: address of what
+    `room` says.
+    """
+    share, count, bits = tables[1], stored[2], stored[3]
+    near, kept, rows, weighed, tops, begins, losses, ones, work, _ = _room(share, count, bits, sampled, most)
+    near, kept, rows, weighed, tops = arena + near, arena + kept, arena + rows, arena + weighed, arena + tops
+    places = arena, near, kept, rows, weighed, tops, arena + begins, arena + losses, arena + ones, arena + work
+    found = _sample(stored, tables, tail, total, apart, unit, arena, near, tops)
+    needed = more / apart
+    limit = _smallest(near, found, int(np.ceil(needed + 2 * np.sqrt(needed) + 1)))
+    wide, last = _candidates(stored, tables, tail, total, more, limit, most, places)
+    if wide < 0:
+        return wide
+    chosen = _vote(arena, near, weighed, rows, tops, most, wide, last, unit, share, len(out))
+    named = array_at(np.int32, rows, most)
+    for i in range(chosen):
+        out[i] = named[i]
+    return chosen
