@@ -142,6 +142,8 @@ class StoredRows:
     def near_counts(self) -> list[int]:
         """Of each sequence, the rows that every query reads and this process attends to."""
         zones, deal = self.zones, self.deal
+        if deal.size == 1:
+            return [count - sealed for count, sealed in zip(zones.count, zones.sealed, strict=True)]
         sink = zones.sink if deal.rank == 0 else 0
         parts = [deal.part(waiting) for waiting in zones.recent]
         return [min(count, sink) + end - start for count, (start, end) in zip(zones.count, parts, strict=True)]
