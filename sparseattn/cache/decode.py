@@ -116,6 +116,7 @@ def _attend_parts(
     themselves."""
     stored, search, weights, parts = cache.stored, cache.search, None, []
     if apart and cache.codec is None:
+        stored.sealed.fetch(selection)
         keys, values, bounds = *stored.sealed_rows(), stored.sealed_bounds
     elif impl is None and not query.is_cuda:  # rows behind the newest may hold anything, and views cost
         keys, values, bounds = stored.keys.full, stored.values.full, stored.bounds

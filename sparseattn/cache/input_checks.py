@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sparseattn.cache.disk_rows import folder_of
 from sparseattn.codecs.base import RowCodec
 from sparseattn.core.rope import Rope
 from sparseattn.selectors.abilities import (
@@ -264,11 +266,24 @@ def _follows(selector: Selector) -> bool:
     return all(part.has(FollowsMoves) or not part.states() for part in selector.tree())
 
 
+def disk(given: object, codec: RowCodec | None) -> Path | None:
+    """The folder of sealed rows in a file, None where they lie in memory; else ValueError."""
+    folder = folder_of(given)
+    if folder is not None and codec is not None:
+        raise ValueError(
+            f"sealed_device={given!r} keeps rows as they come, and rows={str(codec)!r} keeps codes of them in memory: "
+            f"take one of the two"
+        )
+    return folder
+
+
 def sealed_device(given: torch.device | str | None) -> torch.device | None:
     """None, or host memory as a device; else ValueError."""
     if given is None or str(given).partition(":")[0] == "cpu":
         return None if given is None else torch.device("cpu")
-    raise ValueError(f"sealed_device is None (sealed rows lie with the others) or 'cpu' (host memory), got {given!r}")
+    raise ValueError(
+        f"sealed_device is None (sealed rows lie with the others), 'cpu' (host memory) or 'disk:FOLDER', got {given!r}"
+    )
 
 
 def query(asked: Tensor, held: Tensor) -> None:

@@ -69,7 +69,9 @@ class KVCache:
         sealed_device: "cpu" keeps sealed rows in host memory (pinned where there is CUDA), where the selector then
             lives and searches: device memory holds sink and recent rows and does not grow with the context
             (RetrievalAttention, https://arxiv.org/abs/2409.10516). Call `seal` after each layer's prefill, so that one
-            prefill at a time lies on the device. None: sealed rows lie between sink and recent rows.
+            prefill at a time lies on the device. "disk:FOLDER" keeps them in a file of a folder that has no name and
+            is gone with the cache: a cache may then be larger than memory, where its selector does not read stored
+            keys. None: sealed rows lie between sink and recent rows.
         indexes: folder of index files (`index_files`): the first seal takes the index of the same rows from there if it
             can, and writes it there if it had to build it. Made if it is not there; it only ever grows.
         rows: how sealed rows are kept, a `RowCodec` or its text ("kivi:bits=4"); other rows stay as they come. A
@@ -120,7 +122,8 @@ class KVCache:
         input_checks.loose(selector)
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.fixed, self.check, self.unit = fixed, check, unit_of(selector, codec)
-        self.sealed_device = input_checks.sealed_device(sealed_device)
+        disk = input_checks.disk(sealed_device, codec)
+        self.sealed_device = input_checks.sealed_device("cpu" if disk else sealed_device)
         self.ranks = ranks = Ranks.of(group)
         deal = Deal(self.unit)
         if ranks is not None:
@@ -132,7 +135,7 @@ class KVCache:
         wanted = Wanted.of(selector, codec, window + rollback + self.unit)
         codes = None if codec is None else StoredCodes(codec, capacity)
         own = capacity if ranks is None else deal.most(capacity)
-        sealed, near = SealedRows(own, self.sealed_device, codes, exact, ranks is not None), capacity
+        sealed, near = SealedRows(own, self.sealed_device, codes, exact, ranks is not None, disk), capacity
         if sealed.apart:
             near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
         self.stored, self._learns = StoredRows(sink, near, sealed, wanted, deal), bool(wanted.share or wanted.last)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseattn.cache import input_checks
+from sparseattn.cache.disk_rows import DiskRows
 from sparseattn.codecs.base import NewRows
 from sparseattn.codecs.stored import StoredCodes
 from sparseattn.core.deal import Hand
 from sparseattn.core.row_buffer import RowBuffer, State
+from sparseattn.core.selection import Selection
 from sparseattn.selectors.eviction.attention_received import received
 
 
@@ -62,6 +65,7 @@ class SealedRows:
         codes: what a codec keeps of them; None: they are kept as they come.
         exact: whether they are kept as they come too, where a codec keeps them.
         dealt: whether this process keeps a part of them alone, which then lies apart.
+        folder: of a file that they lie in, see `DiskRows`; None: they lie in memory.
 
     Attributes:
         keys, values: `[B,H,N,D]`, where they lie apart: all as they came, or with a codec those of the last seal until
@@ -72,14 +76,28 @@ class SealedRows:
     """
 
     def __init__(
-        self, capacity: int, device: torch.device | None, codes: StoredCodes | None, exact: bool, dealt: bool = False
+        self,
+        capacity: int,
+        device: torch.device | None,
+        codes: StoredCodes | None,
+        exact: bool,
+        dealt: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self.device, self.codes, self.exact, self.dropped = device, codes, exact, False
         self.dealt = dealt
         own = capacity if codes is None or exact else 0
-        self.keys, self.values = (RowBuffer(2, own, pinned=device is not None) for _ in range(2))
+        self.keys, self.values = (
+            RowBuffer(2, own, pinned=device is not None) if folder is None else DiskRows(own, folder) for _ in range(2)
+        )
         self.told: OfSeal | None = None  # between a seal and its `settle`
         self.real, self.valid = RowBuffer(2, capacity), RowBuffer(1, capacity, spare=False)
+
+    def fetch(self, selection: Selection) -> None:
+        """Ask for the rows that a selection names, where they lie in a file."""
+        for rows in (self.keys, self.values):
+            if isinstance(rows, DiskRows):
+                rows.fetch(selection)
 
     @property
     def apart(self) -> bool:
