@@ -312,7 +312,8 @@ def test_a_record_of_recommend_cannot_call_itself_another_method(evil: Callable[
     group = [Role("quest", 64)]
     method, source = _measured_as(group)
     points = [{"budget": 64, "kl": 0.1, "kl_heads": [0.1], "error_heads": [0.1], "bytes_heads": [0.1]}]
-    lines = [{"layer": 0, "method": name, "source": source, "points": points} for name in (SPEC, method)]
+    shared = {"number": 0, "layer": 0, "source": source, "points": points}
+    lines = [{**shared, "method": name} for name in (SPEC, method)]
     records: Any = SimpleNamespace(of=lambda kind: lines if kind == FRONTIER else [])
     nothing: Any = None
     found = Trials(nothing, nothing, records, nothing).frontiers([group])
