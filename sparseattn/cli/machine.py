@@ -19,11 +19,12 @@ from sparseattn.core.budget import budget_label, parse_budget
 from sparseattn.core.context import LayerContext
 from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost
+from sparseattn.cost_model.links import Link
 from sparseattn.cost_model.machine import Machine, measured_path
 from sparseattn.cost_model.measure import measure
 from sparseattn.cost_model.model_shape import ModelShape
 from sparseattn.cost_model.model_steps import Workload
-from sparseattn.cost_model.rank_steps import Dealt, Link
+from sparseattn.cost_model.rank_steps import Dealt
 from sparseattn.reporting import machine_tables
 from sparseattn.reporting.terminal import Screen, table_screen
 from sparseattn.selectors.registry import make_selector

@@ -14,7 +14,7 @@ from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
 from sparseattn.cost_model.data_sheet import CPU, published
 from sparseattn.cost_model.known_models import named
-from sparseattn.cost_model.rank_steps import LINKS
+from sparseattn.cost_model.links import LINKS
 
 METHODS = ("lowbit", "lowbit:bits=1,page=16", "quest:page=8,int8=True", "retroinfer")  # those that the README names
 GPUS = tuple(sheet.name for sheet in published())

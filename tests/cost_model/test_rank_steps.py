@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparseattn.cost_model.links import Link
 from sparseattn.cost_model.machine import Machine
 from sparseattn.cost_model.model_shape import ModelShape
 from sparseattn.cost_model.model_steps import Workload
-from sparseattn.cost_model.rank_steps import Dealt, Link, rank_steps
+from sparseattn.cost_model.rank_steps import Dealt, rank_steps
 from sparseattn.selectors.registry import make_selector
 
 METHODS = ["quest", "lowbit", "h2o"]

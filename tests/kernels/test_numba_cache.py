@@ -225,7 +225,7 @@ def test_every_compiled_file_of_the_package_is_in_the_hash() -> None:
         "kernels/graph/build_and_search.py",
         "kernels/quantized_keys/level_grid.py",
     } <= held.keys()
-    assert len(held) < 40, "files that are not compiled would compile all anew"
+    assert len(held) < 45, "files that are not compiled would compile all anew"
     for path in PACKAGE.rglob("*.py"):
         name, source = path.relative_to(PACKAGE).as_posix(), path.read_text()
         if name != "kernels/numba_cache.py":
