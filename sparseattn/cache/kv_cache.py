@@ -116,6 +116,7 @@ class KVCache:
         self.fixed, self.check, self.unit = fixed, check, unit_of(selector, codec)
         folder = input_checks.disk(sealed_device, codec)
         self.sealed_device = input_checks.sealed_device("cpu" if folder else sealed_device)
+        self._place = sealed_device if folder else self.sealed_device
         if self.sealed_device is not None:
             selector.to(self.sealed_device)
         wanted = Wanted.of(selector, codec, window + rollback + self.unit)
@@ -466,7 +467,7 @@ class KVCache:
         return self
 
     def __repr__(self) -> str:
-        apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
+        apart = "" if self.sealed_device is None else f", sealed_device={str(self._place)!r}"
         apart += f", capacity={self._capacity}, fixed=True" if self.fixed else ""
         apart += "" if self.codec is None else f", rows={str(self.codec)!r}"
         return (

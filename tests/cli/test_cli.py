@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import sparseattn
-from sparseattn.cli import bench, recall
+from sparseattn.cli import bench_items, recall
 from sparseattn.cli.app import app
 from sparseattn.cli.progress import progress_bar
 from sparseattn.core.context import StepContext
@@ -213,7 +213,7 @@ def test_an_interrupted_bench_keeps_older_records_and_its_own(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bench.jsonl").write_text("of an earlier run")
-    real, calls = bench.evaluate_budgets, []
+    real, calls = bench_items.evaluate_budgets, []
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -221,7 +221,7 @@ def test_an_interrupted_bench_keeps_older_records_and_its_own(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(bench, "evaluate_budgets", interrupted)
+    monkeypatch.setattr(bench_items, "evaluate_budgets", interrupted)
     done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "random", "--selector", "window")
     assert done.exit_code == 130
     assert "interrupted" in done.output
