@@ -124,6 +124,7 @@ class KVCache:
         self.fixed, self.check, self.unit = fixed, check, unit_of(selector, codec)
         disk = input_checks.disk(sealed_device, codec)
         self.sealed_device = input_checks.sealed_device("cpu" if disk else sealed_device)
+        self._place = sealed_device if disk else self.sealed_device
         self.ranks = ranks = Ranks.of(group)
         deal = Deal(self.unit)
         if ranks is not None:
@@ -498,7 +499,7 @@ class KVCache:
         return self
 
     def __repr__(self) -> str:
-        apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
+        apart = "" if self.sealed_device is None else f", sealed_device={str(self._place)!r}"
         apart += "" if self.ranks is None else f", group={self.ranks!r}"
         apart += f", capacity={self._capacity}, fixed=True" if self.fixed else ""
         apart += "" if self.codec is None else f", rows={str(self.codec)!r}"

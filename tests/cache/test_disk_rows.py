@@ -36,6 +36,7 @@ def test_rows_on_disk_are_decoded_as_those_in_host_memory(case: Case, tmp_path: 
     cache, outs = run(case, f"disk:{tmp_path}")
     _, expected = run(case, "cpu")
     assert isinstance(cache.stored.sealed.keys, DiskRows)
+    assert f"sealed_device='disk:{tmp_path}'" in repr(cache)
     assert not [*tmp_path.iterdir()], "a file without a name is gone with its process"
     for out, other in zip(outs, expected, strict=True):
         assert torch.equal(out, other)

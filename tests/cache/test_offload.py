@@ -209,7 +209,7 @@ def test_the_repr_names_it_where_it_is_set() -> None:
 
 @pytest.mark.parametrize("bad", ["cuda", "disk", 3, torch.device("meta"), ""])
 def test_another_sealed_device_is_refused(bad) -> None:
-    with pytest.raises(ValueError, match=r"None .* or 'cpu' \(host memory\), got "):
+    with pytest.raises(ValueError, match=r"None .* or 'disk:FOLDER', got "):
         KVCache(Quest(), sealed_device=bad)
 
 
