@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparseattn.models import attention_routing
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
-from sparseattn.models.native_choice import choice_of, passed
+from sparseattn.models.native_choice import check_lists, choice_of, passed
 
 NAME = "sparseattn"
 
@@ -54,10 +54,9 @@ def native_attention(
     if query.shape[2] > 1 or passed(options) is None:
         return delegate(call, "sdpa")[0], None
     columns, heads = key.shape[2], key.shape[1]
-    rows = choice_of(module, options, attention_mask, 1, columns, padded=True).listed(0)  # [B,Hs,S]
-    if rows.shape[1] not in (1, heads):
-        raise ModelError(f"layer {call.layer} chooses for {rows.shape[1]} of its {heads} KV heads: one or all are read")
-    rows = rows.expand(-1, heads, -1)
+    choice = choice_of(module, options, attention_mask, 1, columns, padded=True)
+    check_lists(call.layer, choice.lists, heads)
+    rows = choice.listed(0).expand(-1, heads, -1)
     at = rows.clamp(min=0)[..., None]
     keys, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[3])) for x in (key, value))
     group = query.shape[1] // heads

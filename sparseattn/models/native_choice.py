@@ -41,6 +41,11 @@ class NativeChoice(ABC):
     def tokens(self) -> int:
         """n."""
 
+    @property
+    def lists(self) -> int:
+        """Hs: 1, or one for each KV head."""
+        return 1
+
     @abstractmethod
     def chosen(self) -> Tensor:
         """Return `[B,Hs,n,N]` bool: what was chosen, future and padding perhaps among it."""
@@ -133,6 +138,10 @@ class BlockChoice(NativeChoice):
     def tokens(self) -> int:
         return self.ids.shape[2]
 
+    @property
+    def lists(self) -> int:
+        return self.ids.shape[1]
+
     def chosen(self) -> Tensor:
         batch, heads, new, _ = self.ids.shape
         blocks = -(-self.columns // self.block)
@@ -162,6 +171,10 @@ class MaskChoice(NativeChoice):
     @property
     def tokens(self) -> int:
         return self.ids.shape[2]
+
+    @property
+    def lists(self) -> int:
+        return self.ids.shape[1]
 
     def chosen(self) -> Tensor:
         return self._seen()
@@ -220,6 +233,12 @@ def choice_of(
     if not isinstance(block, int):
         raise _unreadable(module, "passes block_indices and its indexer has no block_size")
     return BlockChoice(ids, columns, mask, block, padded)
+
+
+def check_lists(layer: int, lists: int, heads: int) -> None:
+    """Refuse, by ModelError, a choice of neither one list for all KV heads nor one for each."""
+    if lists not in (1, heads):
+        raise ModelError(f"layer {layer} chooses for {lists} of its {heads} KV heads: one or all are read")
 
 
 def _unreadable(module: nn.Module, what: str) -> ModelError:

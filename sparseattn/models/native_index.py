@@ -14,6 +14,7 @@ from sparseattn.models.errors import ModelError
 from sparseattn.models.native_choice import has_index, passed
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of multi-head latent attention
+READ = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that weights are multiplied in
 CLOSE = 1e-2  # of the norm, between a projection of 16 bits and the same one here
 
 
@@ -53,6 +54,10 @@ def _unreadable(module: Any, name: str | None) -> str | None:
     projection = getattr(module, "kv_b_proj", None)
     if not isinstance(projection, nn.Linear) or projection.bias is not None:
         return f"{kind} projects latents by {type(projection).__name__}, and a linear layer without bias is read"
+    weight: Tensor = projection.weight
+    if weight.dtype not in READ or weight.device.type == "meta":
+        what = f"as {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        return f"{kind} keeps the projection of latents {what}, and float32, bfloat16 or float16 in memory is read"
     return None if _expands(module) else f"{kind} makes keys and values of latents in another way than MLA"
 
 

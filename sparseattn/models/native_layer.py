@@ -18,7 +18,7 @@ from sparseattn.models.cache_argument import installed
 from sparseattn.models.errors import ModelError
 from sparseattn.models.exchanged_layer import ExchangedLayer, ExpandedLayer
 from sparseattn.models.index_keys import KeepsIndex
-from sparseattn.models.native_choice import NativeChoice, choice_of
+from sparseattn.models.native_choice import NativeChoice, check_lists, choice_of
 from sparseattn.models.native_index import projections
 from sparseattn.models.sparse_layer import RUNNING, Run, SparseLayer
 
@@ -67,6 +67,7 @@ class NativeLayer(KeepsIndex):
         choice = choice_of(
             call.module, call.options, call.mask, new, self.columns + new, padded=run.positions is not None
         )
+        check_lists(call.layer, choice.lists, self.heads)
         if run.sparse_tokens < new:
             out = delegate(call, run.original)[0]
             self.dense_calls += 1
@@ -244,6 +245,11 @@ def native_layers(
             raise ModelError(
                 f"layer {i} of {name_of(model)} has an index that cannot be followed with {installed()}, as "
                 f"{index.unreadable}: use the model without native=True"
+            )
+        if not index.latent and (beyond := found[i].beyond) is not None:
+            raise ModelError(
+                f"layer {i} of {name_of(model)} {beyond}, which sparse attention does not compute: name such layers in "
+                f"dense_layers"
             )
         kind = LatentLayer if index.latent else NativeLayer
         made[i] = kind(found[i].heads, capacity, impl)

@@ -18,6 +18,7 @@ from torch import Tensor
 from sparseattn.cache import prompt_files
 from sparseattn.cache.prompt_files import FORMAT, VERSION, WHAT, PromptFileError
 from sparseattn.models.attention_routing import name_of
+from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.models.transformers_classes import DynamicLayer, DynamicSlidingWindowLayer
 from sparseattn.roles.fingerprint import fingerprint
@@ -117,6 +118,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
 
 def _written(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a layer's tensors, and what is said of it."""
+    _check_keeps_no_index(layer)
     if isinstance(layer, SparseLayer):
         tensors: dict[str, Tensor] = {}
         parts = []
@@ -128,6 +130,15 @@ def _written(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     kind = _kind(layer)
     length = getattr(layer, "cumulative_length", None)
     return {"keys": layer.keys, "values": layer.values}, {"kind": kind, "columns": length}
+
+
+def _check_keeps_no_index(layer: Any) -> None:
+    """Refuse, by ValueError, a layer that would be taken up without what the model's own index finds rows by."""
+    if isinstance(layer, KeepsIndex):
+        raise ValueError(
+            "a prompt cache holds keys and values, and this layer keeps those of the model's own index beside them: "
+            "take the prompt in again where it is needed"
+        )
 
 
 def _kind(layer: Any) -> str:
@@ -142,6 +153,7 @@ def _heads(part: Any) -> Sequence[int] | None:
 
 def _check(layer: Any, said: Mapping[str, Any]) -> None:
     """Refuse what was written of another kind of layer, or of a cache with other settings: ValueError."""
+    _check_keeps_no_index(layer)
     kind = "sparse" if isinstance(layer, SparseLayer) else _kind(layer)
     if said["kind"] != kind:
         raise ValueError(f"a layer was {said['kind']} when it was written, and is {kind} here")

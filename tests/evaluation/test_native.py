@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparseattn.cli.eval_methods import methods
+from sparseattn.codecs.registry import as_codec
 from sparseattn.evaluation.tasks.compared import FORCED
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.prompt import Prompt
@@ -37,3 +38,11 @@ def test_the_index_is_compared_with_attention_without_it(family: str) -> None:
     with torch.no_grad():
         expected = densely(model)(ids).logits[0, 80:]
     torch.testing.assert_close(full, expected, rtol=0, atol=1e-4)
+
+
+def test_the_index_reads_rows_as_they_came() -> None:
+    codec = as_codec("kivi:bits=4")
+    with pytest.raises(ValueError, match="native reads rows as they came"):
+        methods(["native"], "all", [90], codecs=[codec])
+    compared = methods(["native", "exact"], "all", [90], codecs=[None, codec])
+    assert [method.codec for method in compared if method.label == "native"] == [None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from sparseattn import Selection, attend
+from sparseattn.cache.prompt_files import PromptFileError
 from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.error_sensitivity import observe
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lossless import generate_lossless
 from sparseattn.models.native_attention import register
-from sparseattn.models.native_choice import choice_of
+from sparseattn.models.native_choice import check_lists, choice_of
 from sparseattn.models.native_index import native_index
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_cache import SparseCache, restore
@@ -223,6 +225,8 @@ def test_latents_are_keys_and_values_in_one() -> None:
         ({"selector": "quest"}, "leave selector out"),
         ({"budget": 64}, "leave budget out"),
         ({"rows": "kivi"}, "leave rows out"),
+        ({"sink": 16}, "leave sink out"),
+        ({"window": 256}, "leave window out"),
     ],
 )
 def test_what_does_not_go_with_native(settings: dict[str, Any], words: str) -> None:
@@ -247,6 +251,12 @@ def test_models_that_native_refuses() -> None:
     with pytest.raises(ModelError, match="full attention is not what it does"):
         generate_lossless(native("minimax_m3_vl"), ids, "quest", 16, max_new_tokens=4, do_sample=False)
     model = native("glm_moe_dsa")
+    weight = model.model.layers[1].self_attn.kv_b_proj
+    weight.weight = torch.nn.Parameter(weight.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    weight.forward = lambda rows: torch.nn.functional.linear(rows, weight.weight.float())
+    with pytest.raises(ModelError, match=r"layer 1 .* keeps the projection of latents as float8_e4m3fn on cpu"):
+        SparseCache(model, native=True)
+    model = native("glm_moe_dsa")
     own = model.model.layers[2].self_attn
     own.expand_kv = lambda latents, turned: [2 * x for x in type(own).expand_kv(own, latents, turned)]
     with pytest.raises(ModelError, match="in another way than MLA"):
@@ -264,6 +274,18 @@ def test_a_choice_of_another_form_is_refused() -> None:
         with pytest.raises(ModelError, match=words):
             choice_of(module, options, None, tokens=1, columns=40, padded=False)
     assert native_index(torch.nn.Identity(), {}) is None
+    with pytest.raises(ModelError, match="layer 1 chooses for 4 of its 2 KV heads"):
+        check_lists(1, 4, 2)
+
+
+@pytest.mark.parametrize("settings", [{"native": True}, {"selector": "quest:page=4", **SMALL}])
+def test_prompts_with_an_index_are_not_written(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = native("minimax_m3_vl")
+    with SparseCache(model, dense_layers=[0], **settings) as cache, torch.no_grad():
+        model(**inputs(), **cache_argument(cache))
+        with pytest.raises(PromptFileError, match=r"layer 1: .* those of the model's own index"):
+            cache.save(tmp_path / "prompt")
+    assert not (tmp_path / "prompt").exists()
 
 
 @pytest.mark.parametrize(
