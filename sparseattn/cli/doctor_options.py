@@ -63,9 +63,13 @@ class DoctorOptions:
     engine: Annotated[
         Runner, typer.Option("--for", help="What decodes. transformers: a SparseCache; vllm: `sparseattn serve`.")
     ] = Runner.transformers
-    above: Annotated[int, typer.Option(help="For vLLM: sequences of at most this many tokens stay dense.")] = (
-        defaults.ABOVE
-    )
+    above: Annotated[
+        int,
+        typer.Option(
+            help="For vLLM: sequences of at most this many tokens stay dense. On CPUs `sparseattn serve` measures the "
+            "number and logs it."
+        ),
+    ] = defaults.ABOVE
     sink: shared.Sink = defaults.SINK
     window: shared.Window = defaults.WINDOW
     dense_layers: Annotated[

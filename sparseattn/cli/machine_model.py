@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -37,11 +38,7 @@ def predict_models(
         "budget": budget_label(budget),
         "workloads": [record(workload, own) for workload, own in zip(workloads, steps, strict=True)],
     }
-    if out is not None:
-        with naming(out):
-            write_atomic(out, (json_module.dumps(told, indent=1) + "\n").encode())
-    if json:
-        typer.echo(json_module.dumps(told))
+    if handed_over(told, json, out):
         return
     screen = table_screen()
     screen.print(machine_line(workloads[0]), soft_wrap=True)
@@ -51,3 +48,17 @@ def predict_models(
             screen.print(line, soft_wrap=True)
         if any(step.seconds is not None for step in own):
             screen.print(steps_table(workload, own, budget_label(budget)))
+
+
+def handed_over(told: Mapping[str, Any], json: bool, out: Path | None) -> bool:
+    """Write a prediction to `out`, where one is named, and print it with `json`; return whether that was all.
+
+    Args:
+        told: the prediction, as JSON holds it.
+    """
+    if out is not None:
+        with naming(out):
+            write_atomic(out, (json_module.dumps(told, indent=1) + "\n").encode())
+    if json:
+        typer.echo(json_module.dumps(told))
+    return json

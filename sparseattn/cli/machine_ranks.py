@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json as json_module
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
+from sparseattn.cli.machine_model import handed_over
 from sparseattn.core.budget import Rows, budget_label
 from sparseattn.cost_model.rank_steps import Dealt, rank_steps, record
 from sparseattn.reporting.model_tables import machine_line
 from sparseattn.reporting.rank_tables import link_line, rank_table
 from sparseattn.reporting.terminal import table_screen
-from sparseattn.utils.files import naming, write_atomic
 
 RANKED = ("quest", "lowbit")  # methods that share their scores
 
@@ -41,11 +38,7 @@ def predict_ranks(
         "share": "exact" if exact else "union",
         "workloads": [record(one, own) for one, own in zip(dealt, steps, strict=True)],
     }
-    if out is not None:
-        with naming(out):
-            write_atomic(out, (json_module.dumps(told, indent=1) + "\n").encode())
-    if json:
-        typer.echo(json_module.dumps(told))
+    if handed_over(told, json, out):
         return
     screen = table_screen()
     screen.print(machine_line(dealt[0].work), soft_wrap=True)

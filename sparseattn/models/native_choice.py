@@ -37,14 +37,14 @@ class NativeChoice(ABC):
     mask: Tensor | None
 
     @property
-    @abstractmethod
     def tokens(self) -> int:
         """n."""
+        return self.ids.shape[2]
 
     @property
     def lists(self) -> int:
         """Hs: 1, or one for each KV head."""
-        return 1
+        return self.ids.shape[1]
 
     @abstractmethod
     def chosen(self) -> Tensor:
@@ -109,6 +109,10 @@ class RowChoice(NativeChoice):
     def tokens(self) -> int:
         return self.ids.shape[1]
 
+    @property
+    def lists(self) -> int:
+        return 1
+
     def chosen(self) -> Tensor:
         batch, new, _ = self.ids.shape
         made = torch.zeros(batch, new, self.columns + 1, dtype=torch.bool, device=self.ids.device)
@@ -133,14 +137,6 @@ class BlockChoice(NativeChoice):
     @property
     def boolean(self) -> bool:
         return False
-
-    @property
-    def tokens(self) -> int:
-        return self.ids.shape[2]
-
-    @property
-    def lists(self) -> int:
-        return self.ids.shape[1]
 
     def chosen(self) -> Tensor:
         batch, heads, new, _ = self.ids.shape
@@ -167,14 +163,6 @@ class BlockChoice(NativeChoice):
 
 class MaskChoice(NativeChoice):
     """The choice that a model's mask holds already; `ids` is that mask."""
-
-    @property
-    def tokens(self) -> int:
-        return self.ids.shape[2]
-
-    @property
-    def lists(self) -> int:
-        return self.ids.shape[1]
 
     def chosen(self) -> Tensor:
         return self._seen()

@@ -93,8 +93,8 @@ def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_ties(patch: pytest.MonkeyPatch) -> None:
-    """Part hata's scores by fractions on its tables, the same at every step. They are whole numbers, it leaves open which
-    of the rows with equal ones is read, and torch finds those in an order that depends on how long the storage is."""
+    """Part hata's scores by fractions on its tables, the same at every step. They are whole numbers, and it leaves open
+    which of the rows with equal ones is read: torch finds them in an order that depends on how long the storage is."""
     tables, parts = Hata.tables, torch.rand(512, 16, generator=torch.Generator().manual_seed(0)) / 1000
 
     def parted(selector: Hata, query: torch.Tensor) -> torch.Tensor:
