@@ -45,7 +45,7 @@ FORMAT, VERSION = "sparseattn-prompt", "1"
 WHAT = "a prompt cache of sparseattn"
 
 
-class Saved(Protocol):
+class SavedCache(Protocol):
     """What is looked at of a `KVCache`."""
 
     selector: Selector
@@ -71,13 +71,13 @@ class PromptFileError(ValueError):
     """A prompt cache that cannot be written or read, in one sentence."""
 
 
-def save(cache: Saved, path: str | os.PathLike[str]) -> None:
+def save(cache: SavedCache, path: str | os.PathLike[str]) -> None:
     """Write what one cache holds, see `KVCache.save`."""
     tensors, said = written(cache)
     save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "said": json.dumps(said)})
 
 
-def load(cache: Saved, path: str | os.PathLike[str], device: torch.device | str) -> None:
+def load(cache: SavedCache, path: str | os.PathLike[str], device: torch.device | str) -> None:
     """Make an empty cache hold what `path` does, see `KVCache.load`."""
     metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT)
     try:
@@ -93,7 +93,7 @@ def load(cache: Saved, path: str | os.PathLike[str], device: torch.device | str)
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def written(cache: Saved) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def written(cache: SavedCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what a cache holds as tensors, and what is said of it.
 
     Raises:
@@ -133,7 +133,7 @@ def _without_sealed(part: Tensor, dim: int, zones: Zones) -> Tensor:
     return torch.cat([sink, recent], dim)
 
 
-def _states(cache: Saved) -> dict[str, State]:
+def _states(cache: SavedCache) -> dict[str, State]:
     """Return what is saved of a cache as it is kept, by name; rows that lie between others are not among it."""
     sealed, queries = cache.stored.sealed, cache.stored.queries
     states: dict[str, State] = {f"sealed/{name}": state for name, state in sealed.states().items()}
@@ -143,13 +143,13 @@ def _states(cache: Saved) -> dict[str, State]:
     return states | {f"selector/{name}": state for name, state in cache.selector.buffers()}
 
 
-def _settings(cache: Saved) -> dict[str, Any]:
+def _settings(cache: SavedCache) -> dict[str, Any]:
     codec = cache.codec
     kept = {"rows": None if codec is None else repr(codec), "exact": codec is not None and cache.stored.sealed.exact}
     return {"sink": cache.sink, "window": cache.window, "seal": cache.seal_rows, **kept}
 
 
-def check_whole(cache: Saved) -> None:
+def check_whole(cache: SavedCache) -> None:
     """Refuse, by PromptFileError, a cache that keeps a part of a sequence's rows."""
     if cache.ranks is not None:
         raise PromptFileError("a cache over ranks holds a part of the rows: save and load one without a group")
@@ -158,7 +158,7 @@ def check_whole(cache: Saved) -> None:
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def check(cache: Saved, said: Mapping[str, Any]) -> None:
+def check(cache: SavedCache, said: Mapping[str, Any]) -> None:
     """Refuse what was written of a cache with other settings than this one, which is empty: ValueError."""
     check_whole(cache)
     if cache.batch:
@@ -178,7 +178,7 @@ def check(cache: Saved, said: Mapping[str, Any]) -> None:
             raise ValueError(f"it was written with {name}={theirs.get(name)!r}, and this cache has {name}={value!r}")
 
 
-def fill(cache: Saved, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def fill(cache: SavedCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Make an empty cache, whose settings were checked, hold these tensors. It is empty again if they do not fit:
     ValueError."""
     try:
@@ -188,7 +188,7 @@ def fill(cache: Saved, said: Mapping[str, Any], tensors: Mapping[str, Tensor], d
         raise ValueError(f"its tensors do not fit what it says of them: {error}") from error
 
 
-def _fill(cache: Saved, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def _fill(cache: SavedCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     stored, held = cache.stored, dict(tensors)
     there = stored.sealed.device or device
     near = {name: held.pop(f"near/{name}") for name in ("keys", "values", "positions")}
@@ -213,7 +213,7 @@ def _fill(cache: Saved, said: Mapping[str, Any], tensors: Mapping[str, Tensor], 
     cache.resume(bool(said["zones"]["begun"]))
 
 
-def _check_shapes(cache: Saved, said: Mapping[str, Any], near: Mapping[str, Tensor]) -> None:
+def _check_shapes(cache: SavedCache, said: Mapping[str, Any], near: Mapping[str, Tensor]) -> None:
     keys, values, positions = (near[name] for name in ("keys", "values", "positions"))
     if keys.ndim != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ValueError(f"keys and values are [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}")
@@ -226,7 +226,9 @@ def _check_shapes(cache: Saved, said: Mapping[str, Any], near: Mapping[str, Tens
         input_checks.codec_fits(cache.codec, keys, cache.selector.layer_context.rope)
 
 
-def _place(cache: Saved, near: Mapping[str, Tensor], sealed: Mapping[str, Tensor] | None, device: torch.device) -> None:
+def _place(
+    cache: SavedCache, near: Mapping[str, Tensor], sealed: Mapping[str, Tensor] | None, device: torch.device
+) -> None:
     """Store sink and recent rows, with the sealed ones between them where they do not lie apart."""
     stored, zones = cache.stored, cache.stored.zones
     gap = 0 if zones.apart else zones.zone

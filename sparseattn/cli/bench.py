@@ -12,7 +12,7 @@ import typer
 
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cli import options as shared
-from sparseattn.cli.bench_items import Measuring, Replayed
+from sparseattn.cli.bench_items import BenchRun, Replayed
 from sparseattn.cli.bench_methods import ChosenMethods
 from sparseattn.cli.bench_options import BenchOptions
 from sparseattn.cli.command import errors
@@ -55,7 +55,7 @@ def run(options: BenchOptions) -> None:
     if options.indexes is not None:
         usable_folder(options.indexes)
 
-    measuring = Measuring(options, chosen, DoneItems(options.out / "bench.items"))
+    measuring = BenchRun(options, chosen, DoneItems(options.out / "bench.items"))
     items = measuring.items(replays)
     if ranks := of_job():
         measuring.share(ranks, items)

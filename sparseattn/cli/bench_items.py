@@ -25,7 +25,7 @@ from sparseattn.evaluation.result import Evaluation
 from sparseattn.roles.role import kept_label
 from sparseattn.roles.roles import Method
 from sparseattn.traces.trace import Trace
-from sparseattn.utils.ranks import Ranks
+from sparseattn.utils.ranks import JobRanks
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Item:
         return kept_label(self.method.label(), self.codec)
 
 
-class Measuring:
+class BenchRun:
     """Measures items, or finds them measured.
 
     Args:
@@ -79,7 +79,7 @@ class Measuring:
     def _layers(self, item: Item) -> list[int]:
         return usable_layers(item.replay.trace, self.options.layer_numbers)
 
-    def share(self, ranks: Ranks, items: Sequence[Item]) -> None:
+    def share(self, ranks: JobRanks, items: Sequence[Item]) -> None:
         """Measure the items that this process takes, and return once all processes have measured theirs."""
         costs = [self.steps(item) * item.replay.trace.tokens for item in items]
         self.done.share(ranks, [self._path(item) for item in items], costs, lambda place: self._said(items[place]))

@@ -23,7 +23,7 @@ from sparseattn.training.fit_logits import fit
 from sparseattn.training.prompts import Prompts
 from sparseattn.training.similarity import similarity
 from sparseattn.utils.devices import usable_device
-from sparseattn.utils.ranks import Ranks, of_job
+from sparseattn.utils.ranks import JobRanks, of_job
 
 MASS = "mass"  # of --method
 ZONES = ("sink", "window", "last")  # options of it
@@ -49,7 +49,7 @@ def run(options: CalibrateOptions) -> None:
         _calibrate_channels(options, place, ranks)
 
 
-def _calibrate_channels(options: CalibrateOptions, place: torch.device, ranks: Ranks | None) -> None:
+def _calibrate_channels(options: CalibrateOptions, place: torch.device, ranks: JobRanks | None) -> None:
     """Write Loki's or Double Sparsity's calibration and say what a quarter of the dimensions has."""
     started, out = time.monotonic(), options.out
     done = DoneItems(Path(f"{output_file(out)}.items"))
@@ -93,7 +93,7 @@ def _layer_files(options: CalibrateOptions, place: torch.device, done: DoneItems
     return prompts, {i: done.path(options.method, i, roped, each, str(place)) for i in prompts.shapes}
 
 
-def _share_layers(ranks: Ranks, options: CalibrateOptions, place: torch.device, done: DoneItems) -> None:
+def _share_layers(ranks: JobRanks, options: CalibrateOptions, place: torch.device, done: DoneItems) -> None:
     """Measure the layers that this process takes, and return once all are measured."""
     prompts, files = _layer_files(options, place, done)
     layers = list(files)

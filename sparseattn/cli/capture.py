@@ -19,7 +19,7 @@ from sparseattn.cli.results import results_folder
 from sparseattn.reporting.terminal import Screen
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.devices import usable_device
-from sparseattn.utils.ranks import Ranks, of_job
+from sparseattn.utils.ranks import JobRanks, of_job
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def run(options: CaptureOptions) -> None:
 
 
 def _share(
-    ranks: Ranks,
+    ranks: JobRanks,
     options: CaptureOptions,
     model: Any,
     traces: dict[Path, str | Path],

@@ -22,7 +22,7 @@ from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.hashing import file_hash, tensors_hash
 from sparseattn.utils.json_text import parse_entry
-from sparseattn.utils.ranks import Ranks
+from sparseattn.utils.ranks import JobRanks
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
 
 FORMAT, VERSION = "sparseattn-item", "1"
@@ -64,7 +64,7 @@ class DoneItems:
 
     def share(
         self,
-        ranks: Ranks,
+        ranks: JobRanks,
         paths: Sequence[Path],
         costs: Sequence[float],
         measure: Callable[[int], tuple[Any, Mapping[str, Tensor]]],
@@ -74,7 +74,7 @@ class DoneItems:
         Args:
             ranks: the processes.
             paths: of every item.
-            costs: see `Ranks.take`.
+            costs: see `JobRanks.take`.
             measure: gives what is to be written of an item, by its number.
         """
         with progress_bar() as bar:

@@ -14,7 +14,7 @@ from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.tasks.engines import Engine
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import Records
-from sparseattn.utils.ranks import Ranks
+from sparseattn.utils.ranks import JobRanks
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class _Made:
         return (one.whole() for one in self.prompts)
 
 
-def share(ranks: Ranks, sources: Sequence[Source], engine: Engine, records: Records) -> None:
+def share(ranks: JobRanks, sources: Sequence[Source], engine: Engine, records: Records) -> None:
     """Measure the prompts that this process takes, and return once all processes have measured theirs.
 
     Args:

@@ -20,7 +20,7 @@ METHODS = ("lowbit", "lowbit:bits=1,page=16", "quest:page=8,int8=True", "retroin
 GPUS = tuple(sheet.name for sheet in published())
 
 
-class Share(str, Enum):
+class RankShare(str, Enum):
     exact = "exact"
     union = "union"
 
@@ -92,8 +92,8 @@ class MachineOptions:
         ),
     ] = "nvlink"
     share: Annotated[
-        Share, typer.Option(help="With --ranks: whether they agree on the best rows of all, or each takes its own.")
-    ] = Share.exact
+        RankShare, typer.Option(help="With --ranks: whether they agree on the best rows of all, or each takes its own.")
+    ] = RankShare.exact
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False
 
     def __post_init__(self) -> None:

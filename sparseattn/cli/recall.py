@@ -27,7 +27,7 @@ from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
-from sparseattn.utils.ranks import Ranks, of_job
+from sparseattn.utils.ranks import JobRanks, of_job
 
 CONTROL = "keys to keys"
 DIRECTIONS = ("queries to keys", CONTROL)
@@ -158,7 +158,7 @@ def _items(sources: Sequence[KeySource], options: RecallOptions, done: DoneItems
     return found
 
 
-def _share(ranks: Ranks, done: DoneItems, sources: Sequence[KeySource], options: RecallOptions) -> None:
+def _share(ranks: JobRanks, done: DoneItems, sources: Sequence[KeySource], options: RecallOptions) -> None:
     """Measure the items that this process takes; the source of the last one stays loaded."""
     items = _items(sources, options, done)
     load = functools.lru_cache(maxsize=1)(lambda i: sources[i].load())

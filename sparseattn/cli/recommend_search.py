@@ -34,7 +34,7 @@ from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import DENSE, Role, Share
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.utils.devices import quarter_of_memory
-from sparseattn.utils.ranks import Ranks, in_turn
+from sparseattn.utils.ranks import JobRanks, in_turn
 
 ADVICE = "Allow a larger --error, larger budgets, other methods or more --windows to choose by."
 
@@ -66,7 +66,7 @@ class Recommendation:
     serves: bool
 
 
-def search(options: RecommendOptions, path: Path, ranks: Ranks | None = None) -> Recommendation:
+def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None) -> Recommendation:
     """Measure what the records at `path` lack, choose, and verify.
 
     Several processes divide the windows, and all of them choose: from the same records the same.
@@ -157,7 +157,7 @@ def _found(
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     stages: Stages,
-    ranks: Ranks | None,
+    ranks: JobRanks | None,
     objective: Objective,
 ) -> Configuration:
     """Choose and verify what has little of the objective; NoPlanError where nothing keeps the bound."""
@@ -253,7 +253,7 @@ def _measure_frontiers(
     groups: Sequence[Sequence[Role]],
     layers: int,
     stages: Stages,
-    ranks: Ranks | None,
+    ranks: JobRanks | None,
 ) -> None:
     if ranks:
         items = list(itertools.product(searched, groups))
@@ -273,7 +273,7 @@ def _measure_frontiers(
             trials.frontier(window, groups, lambda done: bar.advance(task, done))
 
 
-def _divide(trials: Trials, ranks: Ranks, words: str, count: int, measure: Callable[[int], object]) -> None:
+def _divide(trials: Trials, ranks: JobRanks, words: str, count: int, measure: Callable[[int], object]) -> None:
     """`Trials.divide` with a progress bar of all processes."""
     with progress_bar() as bar:
         task = bar.add_task(f"{words}, {ranks.count} processes", total=count)
@@ -329,7 +329,7 @@ def _verified(
     families: Sequence[dict[int, list[LayerOption]]],
     objective: Objective,
     stages: Stages,
-    ranks: Ranks | None,
+    ranks: JobRanks | None,
 ) -> tuple[Proposal, list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the configuration that keeps the bound on windows held out, what was measured of it there, and the rounds.
 

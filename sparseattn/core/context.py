@@ -26,7 +26,7 @@ class Heads(NamedTuple):
     of: int
 
 
-class Recorded(NamedTuple):
+class RecordedIndex(NamedTuple):
     """What an index of a model's own chose.
 
     Args:
@@ -63,7 +63,7 @@ class LayerContext:
     scale: float | None = None
     key_bytes: int | None = None
     board: Board | None = None
-    native: Recorded | None = None
+    native: RecordedIndex | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget, parse_budget
-from sparseattn.core.context import Heads, LayerContext, Recorded
+from sparseattn.core.context import Heads, LayerContext, RecordedIndex
 from sparseattn.core.layer_choices import Board
 from sparseattn.core.selection import Selection
 from sparseattn.evaluation.replay_activity import replay_activity
@@ -190,14 +190,14 @@ class _Run:
             parts.append(self.each_budget(cache, part, [share.budget(asked) for asked in self.budgets], counted))
         return [_of_layer(shares, measured) for measured in zip(*parts, strict=True)]
 
-    def recorded(self, layer: TraceLayer) -> Recorded | None:
+    def recorded(self, layer: TraceLayer) -> RecordedIndex | None:
         """Return what the layer's own index chose, by positions; None where the trace holds nothing of it."""
         if layer.native is None:
             return None
         rows, queries = layer.native.long(), layer.query.shape[2]
         at = torch.where(rows < 0, -1, self.positions[rows.clamp(min=0)])
         row_bytes = self.trace.meta.get("native_row_bytes", {}).get(str(layer.index))
-        return Recorded(at, int(self.positions[len(self.positions) - queries]), row_bytes)
+        return RecordedIndex(at, int(self.positions[len(self.positions) - queries]), row_bytes)
 
     @functools.cached_property
     def positions(self) -> Tensor:

@@ -29,7 +29,7 @@ KINDS: dict[type, str] = {DynamicLayer: "dense", DynamicSlidingWindowLayer: "sli
 REAL = "real"  # which tokens are no padding, `[B,T]` bool
 
 
-class Saved(Protocol):
+class SavedModel(Protocol):
     """What is looked at of a `SparseCache`."""
 
     model: Any
@@ -41,7 +41,7 @@ class Saved(Protocol):
     def reset(self) -> None: ...
 
 
-def save(cache: Saved, path: str | os.PathLike[str]) -> None:
+def save(cache: SavedModel, path: str | os.PathLike[str]) -> None:
     """Write what all layers hold, see `SparseCache.save`."""
     tensors: dict[str, Tensor] = {}
     layers = []
@@ -58,7 +58,7 @@ def save(cache: Saved, path: str | os.PathLike[str]) -> None:
     save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "said": json.dumps(said)})
 
 
-def load(cache: Saved, path: str | os.PathLike[str]) -> Tensor | None:
+def load(cache: SavedModel, path: str | os.PathLike[str]) -> Tensor | None:
     """Fill the layers of an empty cache, see `SparseCache.load`.
 
     Returns:
@@ -86,7 +86,7 @@ def _model(model: Any) -> dict[str, str]:
     return {"model": name_of(model), "fingerprint": fingerprint(model.named_parameters()), "dtype": str(model.dtype)}
 
 
-def _check_model(said: Any, cache: Saved) -> None:
+def _check_model(said: Any, cache: SavedModel) -> None:
     """Refuse what is of another model, dtype or number of layers: ValueError."""
     if not isinstance(said, dict) or not isinstance(said.get("layers"), list):
         raise ValueError("holds one cache and no model's layers: KVCache.load reads it")

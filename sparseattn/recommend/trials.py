@@ -21,7 +21,7 @@ from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.windows import TextWindow
 from sparseattn.roles.role import Role
 from sparseattn.roles.roles import Roles
-from sparseattn.utils.ranks import Ranks
+from sparseattn.utils.ranks import JobRanks
 
 FRONTIER, TRIAL = "frontier", "trial"
 KEPT = ("kl", "same_top", "nll", "nll_difference", "scored_tokens", "rows", "context", "bytes_share")
@@ -146,7 +146,9 @@ class Trials:
 
     # -- several processes -------------------------------------------------------------------------------------------
 
-    def divide(self, ranks: Ranks, count: int, measure: Callable[[int], object], shown: Callable[[int], None]) -> None:
+    def divide(
+        self, ranks: JobRanks, count: int, measure: Callable[[int], object], shown: Callable[[int], None]
+    ) -> None:
         """Let each process `measure` those of `count` items, by number, that it takes; what all of them found is in the
         records then. `shown` is called with the items done."""
         for place in ranks.take([1.0] * count):

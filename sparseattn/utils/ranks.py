@@ -19,14 +19,14 @@ WAIT = 0.2  # seconds between two looks at what the others have done
 LONG = datetime.timedelta(days=30)  # a rank may wait long for another's item
 
 
-class Store(Protocol):
+class JobStore(Protocol):
     """What is used of a `torch.distributed.Store`."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which begins at 0, in one step; returns the sum."""
 
 
-class Ranks:
+class JobRanks:
     """The processes of one job.
 
     Args:
@@ -35,7 +35,7 @@ class Ranks:
         store: what all of them reach.
     """
 
-    def __init__(self, rank: int, count: int, store: Store) -> None:
+    def __init__(self, rank: int, count: int, store: JobStore) -> None:
         self.rank, self.count, self._store = rank, count, store
         self._queues = self._meetings = 0
 
@@ -95,7 +95,7 @@ def check_job(command: str, several: Sequence[str]) -> None:
         )
 
 
-def of_job() -> Ranks | None:
+def of_job() -> JobRanks | None:
     """Return the processes that torchrun has started; None where this one is alone.
 
     Raises:
@@ -111,16 +111,16 @@ def of_job() -> Ranks | None:
         raise ValueError(f"WORLD_SIZE={job_size()} is of torchrun, which sets {', '.join(lacking)} too: unset it")
     found: Any = next(rendezvous("env://", timeout=LONG))
     store, rank, count = found
-    return Ranks(rank, count, PrefixStore("sparseattn", store))
+    return JobRanks(rank, count, PrefixStore("sparseattn", store))
 
 
-def in_turn(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
+def in_turn(ranks: JobRanks | None) -> contextlib.AbstractContextManager[None]:
     """Let the first process alone run the block before the others do: for what one makes and all find made."""
     return _in_turn(ranks) if ranks else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _in_turn(ranks: Ranks) -> Iterator[None]:
+def _in_turn(ranks: JobRanks) -> Iterator[None]:
     if not ranks.first:
         ranks.meet()
     yield

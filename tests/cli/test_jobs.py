@@ -21,7 +21,7 @@ from sparseattn.cli import bench, recall
 from sparseattn.cli.bench_options import BenchOptions
 from sparseattn.cli.recall_options import RecallOptions
 from sparseattn.traces.synthetic import synthetic
-from sparseattn.utils.ranks import Ranks
+from sparseattn.utils.ranks import JobRanks
 from tests.utils.test_ranks import together
 
 TIMES = {"date", "created", "seconds", "build_seconds", "select_ms"}
@@ -67,14 +67,14 @@ def test_processes_leave_what_one_leaves(
     out, job = tmp_path / "several", Local()
     monkeypatch.setattr(command, "of_job", job.get)
 
-    def run(ranks: Ranks) -> None:
+    def run(ranks: JobRanks) -> None:
         job.set(ranks)
         command.run(options(trace, out))
 
     class Killed(Exception):
         pass
 
-    def killed(ranks: Ranks) -> None:
+    def killed(ranks: JobRanks) -> None:
         advance = ranks.advance
         ranks.advance = lambda steps=1: _raise(Killed()) if advance(steps) > 1 else 0  # type: ignore[method-assign]
         with pytest.raises(Killed):
@@ -98,10 +98,10 @@ class Local:
 
         self.held = threading.local()
 
-    def set(self, ranks: Ranks) -> None:
+    def set(self, ranks: JobRanks) -> None:
         self.held.ranks = ranks
 
-    def get(self) -> Ranks | None:
+    def get(self) -> JobRanks | None:
         return getattr(self.held, "ranks", None)
 
 

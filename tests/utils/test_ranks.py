@@ -12,7 +12,7 @@ import pytest
 
 from sparseattn.evaluation.tasks.jsonlines import LinesFile, json_object
 from sparseattn.utils import ranks as job
-from sparseattn.utils.ranks import Ranks
+from sparseattn.utils.ranks import JobRanks
 
 
 class Numbers:
@@ -28,13 +28,13 @@ class Numbers:
             return self.held[key]
 
 
-def together(count: int, run: Callable[[Ranks], None]) -> None:
+def together(count: int, run: Callable[[JobRanks], None]) -> None:
     """Run it in `count` threads, each a process of one job."""
     store, failed = Numbers(), list[BaseException]()
 
     def one(rank: int) -> None:
         try:
-            run(Ranks(rank, count, store))
+            run(JobRanks(rank, count, store))
         except BaseException as error:
             failed.append(error)
 
@@ -52,7 +52,7 @@ def test_every_item_is_one_processs_and_the_costliest_begin(count: int) -> None:
     costs = [random.Random(4).randrange(9) for _ in range(40)]
     queues: list[list[int]] = [[], []]
 
-    def run(ranks: Ranks) -> None:
+    def run(ranks: JobRanks) -> None:
         for taken in queues:
             for item in ranks.take(costs):
                 taken.append(item)  # in the order in which they were handed out, but for threads that overtake
@@ -72,7 +72,7 @@ def test_every_item_is_one_processs_and_the_costliest_begin(count: int) -> None:
 def test_the_first_makes_what_the_others_find() -> None:
     made: list[int] = []
 
-    def run(ranks: Ranks) -> None:
+    def run(ranks: JobRanks) -> None:
         with job.in_turn(ranks):
             if ranks.first:
                 time.sleep(0.05)
