@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 # One thread for each worker: the tests' tensors are small, a second thread costs more than it brings. Those that a test
@@ -54,9 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in twice]
     if part := os.environ.get("SLOW_PART"):  # "1/4": of the slow tests, the second of four parts
         number, parts = map(int, part.split("/"))
-        others = [
-            item for item in items if item.get_closest_marker("slow") and part_of_slow(item, parts) != number
-        ]
+        others = [item for item in items if item.get_closest_marker("slow") and part_of_slow(item, parts) != number]
         config.hook.pytest_deselected(items=others)
         left = set(map(id, others))
         items[:] = [item for item in items if id(item) not in left]
