@@ -15,7 +15,7 @@ from sparseattn.core.budget import budget_record
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
-from sparseattn.recommend.objective import Layer, Objective, Predicted
+from sparseattn.recommend.objective import Objective, PlannedLayer, Predicted
 from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.search import LayerOption, Proposal
 from sparseattn.roles.plan import Plan
@@ -29,7 +29,7 @@ def settings_of(
     texts: Sequence[InputText],
     decoder: ModelDecoder,
     wide: bool,
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
 ) -> dict[str, Any]:
     """Return what measurements depend on: not the bound, the machine or the methods, of which more may come."""
     return {

@@ -24,7 +24,7 @@ from sparseattn.cost_model.machine import Machine
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.recommend.candidates import candidates
-from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
+from sparseattn.recommend.objective import MeasuredBytes, Objective, PlannedLayer, Predicted
 from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.search import LayerOption, Proposal, propose
 from sparseattn.recommend.settling import settle
@@ -58,7 +58,7 @@ class Recommendation:
     """
 
     plan: Plan
-    layers: Sequence[Layer]
+    layers: Sequence[PlannedLayer]
     choices: dict[int, list[LayerOption]]
     proposal: Proposal
     objective: Objective
@@ -136,7 +136,10 @@ def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None)
 
 
 def _plan_or_instead(
-    looking: Callable[[Objective], Configuration], wanted: Objective, layers: Sequence[Layer], by_bytes: MeasuredBytes
+    looking: Callable[[Objective], Configuration],
+    wanted: Objective,
+    layers: Sequence[PlannedLayer],
+    by_bytes: MeasuredBytes,
 ) -> tuple[Configuration, str]:
     """Return what keeps the bound, and where it is not what was wanted but reads fewer bytes, why, as a sentence."""
     try:
@@ -153,7 +156,7 @@ def _found(
     options: RecommendOptions,
     trials: Trials,
     every: Sequence[TextWindow],
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     stages: Stages,
@@ -176,7 +179,7 @@ def _by_bytes(none: NoPlanError, looking: Callable[[], Configuration]) -> Config
         raise NoPlanError(f"{none} By bytes read, {either} {ADVICE}") from None
 
 
-def _predicted_time(found: Configuration, layers: Sequence[Layer], wanted: Predicted) -> str:
+def _predicted_time(found: Configuration, layers: Sequence[PlannedLayer], wanted: Predicted) -> str:
     """Say what a configuration costs by what was wanted."""
     cost = full = 0.0
     for layer in layers:
@@ -188,7 +191,7 @@ def _predicted_time(found: Configuration, layers: Sequence[Layer], wanted: Predi
 
 
 def _objective(
-    options: RecommendOptions, layers: Sequence[Layer], groups: Sequence[Sequence[Role]], wide: bool
+    options: RecommendOptions, layers: Sequence[PlannedLayer], groups: Sequence[Sequence[Role]], wide: bool
 ) -> Objective:
     """Return what is to be small: bytes that are measured, or what a step is predicted to cost."""
     if not options.predicted:
@@ -200,18 +203,18 @@ def _objective(
     return objective
 
 
-def _measured_bytes(options: RecommendOptions, layers: Sequence[Layer], wide: bool) -> MeasuredBytes:
+def _measured_bytes(options: RecommendOptions, layers: Sequence[PlannedLayer], wide: bool) -> MeasuredBytes:
     return MeasuredBytes(options.length, 2 if wide else layers[0].dtype.itemsize)
 
 
-def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
+def _layers(decoder: ModelDecoder, wide: bool) -> list[PlannedLayer]:
     """Return those that can be sparse; of a model that was computed `wide` on purpose with the dtype that it keeps."""
     from sparseattn.models.sparse_cache import SparseCache
 
     layers = SparseCache(decoder.model, "window", None).prepared.layers
     depth = decoder.config.num_hidden_layers
     return [
-        Layer(
+        PlannedLayer(
             i,
             layer.heads,
             layer.group,
@@ -223,7 +226,7 @@ def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
     ]
 
 
-def _doubt(machine: Machine | None, layer: Layer) -> None:
+def _doubt(machine: Machine | None, layer: PlannedLayer) -> None:
     """Say where a profile was measured with another shape than the layer's."""
     shape = None if machine is None else machine.about.get("shape")
     own = {"heads": layer.heads, "group": layer.group, "size": layer.size}
@@ -235,7 +238,7 @@ def _doubt(machine: Machine | None, layer: Layer) -> None:
         )
 
 
-def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence[Sequence[Role]]) -> None:
+def _check_costs(objective: Predicted, layers: Sequence[PlannedLayer], groups: Sequence[Sequence[Role]]) -> None:
     """Refuse, before anything is measured, a method whose step nothing predicts there."""
     for group in groups:
         for layer in layers:
@@ -281,7 +284,7 @@ def _divide(trials: Trials, ranks: JobRanks, words: str, count: int, measure: Ca
 
 
 def _choices(
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     objective: Objective,
@@ -300,7 +303,7 @@ def _choices(
     return choices
 
 
-def _full_cost(layers: Sequence[Layer], choices: dict[int, list[LayerOption]]) -> float:
+def _full_cost(layers: Sequence[PlannedLayer], choices: dict[int, list[LayerOption]]) -> float:
     """Return what full attention, the first choice of each layer, costs."""
     return sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
 
@@ -325,7 +328,7 @@ def _verified(
     options: RecommendOptions,
     trials: Trials,
     every: Sequence[TextWindow],
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     families: Sequence[dict[int, list[LayerOption]]],
     objective: Objective,
     stages: Stages,
