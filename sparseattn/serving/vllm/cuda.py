@@ -10,8 +10,8 @@ for sm_80, sm_90 and sm_100 (tests/kernels/test_compile.py). What is not: 16-bit
 streams, that a CUDA graph records and replays a step, memory, several GPUs, and every time. Of CUDA graphs the test
 shows only that a step's tensors keep their addresses and shapes, and that a step recorded once serves later ones.
 
-CUDA graphs: a step of one token a request is of fixed shapes (`cuda_step.FixedBuffers`), so that vLLM may record attention
-in its graphs of decoding (`UNIFORM_SINGLE_TOKEN_DECODE`); mixed batches run outside of them. Every step then
+CUDA graphs: a step of one token a request is of fixed shapes (`cuda_step.FixedBuffers`), so that vLLM may record
+attention in its graphs of decoding (`UNIFORM_SINGLE_TOKEN_DECODE`); mixed batches run outside of them. Every step then
 scores and ranks as many places as `max_model_len` has pages and runs vLLM's attention beside ours. `enforce_eager`, or
 `cudagraph_mode` PIECEWISE, pays by the longest request instead. Methods whose step nobody has looked at say `NEVER`.
 
