@@ -23,6 +23,7 @@ from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.machine import Machine
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.recommend.bounds import Bound
 from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.objective import MeasuredBytes, Objective, PlannedLayer, Predicted
 from sparseattn.recommend.records import TrialRecords
@@ -365,21 +366,23 @@ def _verified(
         return mean([bound.loss(record) for record in verified])
 
     full = _full_cost(layers, families[0])
-    settled = settle(
-        lambda limit: propose(layers, families, limit, options.by_head, objective),
-        loss,
-        verify,
-        bound.limit,
-        bound.power,
-        full,
-    )
+
+    def proposed(limit: float) -> Proposal:
+        return propose(layers, families, limit, options.by_head, objective)
+
+    settled = settle(proposed, loss, verify, bound.limit, bound.power, full)
     if settled.proposal is not None:
         return settled.proposal, verified, settled.rounds
+    raise _none_keeps(bound, settled.rounds, full, _unit(objective))
+
+
+def _none_keeps(bound: Bound, rounds: Sequence[dict[str, Any]], full: float, unit: str) -> NoPlanError:
+    """What is said where no round kept the bound; full: what full attention costs, in `unit`."""
     tried = "; ".join(
-        f"{100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {_unit(objective)}"
-        for one in settled.rounds
+        f"{100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {unit}"
+        for one in rounds
     )
-    raise NoPlanError(
+    return NoPlanError(
         f"no configuration that costs less than full attention keeps {bound} on the held-out windows"
         f"{f' (verified: {tried})' if tried else ''}."
     )
