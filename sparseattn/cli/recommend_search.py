@@ -83,53 +83,34 @@ def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None)
     stages.say(f"load {options.model}")
     model, tokenizer = open_model(options.model, dtype, options.place)
     tokens = Tokens(tokenizer)
-    every = windows(
-        [(text.name, text.kind, tokens.ids(text.words)) for text in texts],
-        tokens.start,
-        options.length,
-        options.last,
-        options.windows,
-        options.held_out,
-    )
+    words = [(text.name, text.kind, tokens.ids(text.words)) for text in texts]
+    every = windows(words, tokens.start, options.length, options.last, options.windows, options.held_out)
     learns = any(role.selector.learns for group in groups for role in group)
     decoder = ModelDecoder(model, sink=options.sink, window=options.window, chunk=options.chunk, queries=learns)
     decoder.check(options.length, "--length")
     wide = dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
     layers = _layers(decoder, wide)
     settings = settings_of(options, texts, decoder, wide, layers)
+    first = not ranks or ranks.first
     with in_turn(ranks):
         records = TrialRecords(path, settings, ranks.rank if ranks else None)
-        if not ranks or ranks.first:
+        if first:
             records.join()  # what a job has left that was killed
-    trials = Trials(
-        decoder,
-        tokens,
-        records,
-        TrialSettings(options.sink, options.window, options.draws, 2 if wide else None),
-        quarter_of_memory(options.place),
-        record_origin,
-    )
+    how = TrialSettings(options.sink, options.window, options.draws, 2 if wide else None)
+    trials = Trials(decoder, tokens, records, how, quarter_of_memory(options.place), record_origin)
     wanted = _objective(options, layers, groups, wide)
     searched = [window for window in every if not window.held_out]
     _measure_frontiers(trials, searched, groups, len(layers), stages, ranks)
     means = averaged(trials.frontiers(groups))
     looking = functools.partial(_found, options, trials, every, layers, means, groups, stages, ranks)
-    first = not ranks or ranks.first
     try:
         found, instead = _plan_or_instead(looking, wanted, layers, _measured_bytes(options, layers, wide))
     except NoPlanError:
         if first:
             records.join()
         raise
-    plan = make_plan(
-        options,
-        settings,
-        _full_cost(layers, found.choices),
-        found,
-        time.monotonic() - begun,
-        records.of(MADE),
-        instead,
-    )
+    full, seconds = _full_cost(layers, found.choices), time.monotonic() - begun
+    plan = make_plan(options, settings, full, found, seconds, records.of(MADE), instead)
     if first:
         keep(records, plan)
         records.join()
