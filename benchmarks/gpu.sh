@@ -30,10 +30,11 @@ part() {  # SECONDS NAME COMMAND...: runs the command for so long at most, and n
 }
 
 if [ $device = cuda ]; then
-  fast=(--device cuda --quick --results "$results")
+  fast=(--device cuda --rounds 15 --cycles 2 --results "$results")
   speed=(--rows 32768,131072 --batch 1 --selector quest --selector quest:page=8,int8=True --selector lowbit
     --selector lowbit:bits=1,page=16 --selector saap --selector window)
-  batch=(--rows 32768,131072 --selector quest --selector saap) batches=8,32
+  codes=(--rows 32768,131072 --batch 1 --index-heads 8 --selector querypq --selector querypq:subspaces=8 --selector exact)
+  batch=(--rows 32768,131072 --selector quest --selector lowbit --selector saap) batches=8,32
   head=(--rows 171008 --batch 1 --selector saap --selector quest)
   scaling=() nearest=(--device cuda) training=(--device cuda --repeats 5)
   generate=(--random 8b --layers 8 --tokens 32768 --budget 2048 --steps 16 --seal 256 --device cuda)
@@ -42,7 +43,9 @@ else
   fast=(--device cpu --quick --fixed --results "$results" "${tiny[@]}")
   speed=(--rows 512,1024 --batch 1 --selector quest --selector quest:page=8,int8=True --selector lowbit
     --selector lowbit:bits=1,page=16 --selector saap --selector window --budget 64)
-  batch=(--rows 512 --selector quest --selector saap --budget 64) batches=2,3
+  codes=(--rows 512 --batch 1 --index-heads 2 --selector querypq --selector querypq:subspaces=8 --selector exact
+    --budget 64)
+  batch=(--rows 512 --selector quest --selector lowbit --selector saap --budget 64) batches=2,3
   head=(--rows 1024 --batch 1 --selector saap --budget 64)
   scaling=(--rows-sizes 512,1024 --batch-sizes 1,2 --budget-sizes 32,64 --rows 512 --batch-rows 512 --budget 64)
   nearest=(--device cpu --rows 1000 --queries 100 --size 32 --count 10)
@@ -50,15 +53,22 @@ else
   generate=(--random tiny --tokens 256 --budget 64 --steps 8 --seal 64 --device cpu)
 fi
 
+# Tests are many and small: as many processes as there are processors, where pytest-xdist is installed.
+pytest=("$python" -m pytest -q --durations=10 -p no:benchmark)
+workers=$(($(nproc) < 12 ? $(nproc) : 12))
+"$python" -c 'import xdist' 2>/dev/null && pytest+=(-n "$workers")
+
 parts() {
-  part 170 tests "$python" -m pytest -m gpu -q --durations=10 "--junitxml=$name.xml" $(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
+  part 120 tests "${pytest[@]}" -m gpu "--junitxml=$name.tests.xml" $(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
+  part 40 kernels "${pytest[@]}" -m "not gpu" "--junitxml=$name.kernels.xml" tests/kernels/test_*_gpu.py
   part 20 nearest "$python" -m benchmarks.nearest "${nearest[@]}" --results "$results"
-  part 80 speed "$python" -m benchmarks.speed "${speed[@]}" "${fast[@]}"
-  part 60 batch "$python" -m benchmarks.speed "${batch[@]}" --batch "$batches" "${fast[@]}" --name speed-batch
-  part 30 head "$python" -m benchmarks.speed "${head[@]}" "${fast[@]}" --heads 1 --name speed-head
+  part 70 speed "$python" -m benchmarks.speed "${speed[@]}" "${fast[@]}"
+  part 45 codes "$python" -m benchmarks.speed "${codes[@]}" "${fast[@]}" --name speed-codes
+  part 50 batch "$python" -m benchmarks.speed "${batch[@]}" --batch "$batches" "${fast[@]}" --name speed-batch
+  part 25 head "$python" -m benchmarks.speed "${head[@]}" "${fast[@]}" --heads 1 --name speed-head
   part 45 scaling "$python" -m benchmarks.scaling ${scaling[@]+"${scaling[@]}"} "${fast[@]}" \
     --out "$results/scaling-$device.png"
-  part 25 training "$python" -m benchmarks.training heads "${training[@]}" --results "$results"
+  part 20 training "$python" -m benchmarks.training heads "${training[@]}" --results "$results"
   part 45 generate "$python" -m benchmarks.generate "${generate[@]}" --results "$results"
 }
 
@@ -73,7 +83,7 @@ if [ $device = cuda ]; then
   [ "$free" -ge 48 ] || batches=8
 fi
 mkdir -p "$results"
-rm -f "$name.txt" "$name.xml" "$name.parts"
+rm -f "$name.txt" "$name".*.xml "$name.parts"
 parts
 "$python" - "$name" <<'PYTHON'
 import json, pathlib, sys
@@ -82,20 +92,23 @@ from sparseattn.cost_model.environment import kernels, machine, versions
 
 name = sys.argv[1]
 ended = [line.split("\t") for line in pathlib.Path(f"{name}.parts").read_text().splitlines()]
-record = {"parts": {part: {"exit": int(code), "seconds": int(took)} for part, code, took in ended}, "tests": None}
-report = pathlib.Path(f"{name}.xml")
-if report.exists():
-    suite = tree.parse(report).getroot().find("testsuite")
-    bad = [case for case in suite if case.find("failure") is not None or case.find("error") is not None]
-    record["tests"] = {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped", "time")}
-    record["tests"]["failed"] = [f"{case.get('classname')}.{case.get('name')}" for case in bad]
+record = {"parts": {part: {"exit": int(code), "seconds": int(took)} for part, code, took in ended}, "tests": {}}
+for part in ("tests", "kernels"):
+    report = pathlib.Path(f"{name}.{part}.xml")
+    if report.exists():
+        suite = tree.parse(report).getroot().find("testsuite")
+        bad = [case for case in suite if case.find("failure") is not None or case.find("error") is not None]
+        counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
+        failed = [f"{case.get('classname')}.{case.get('name')}" for case in bad]
+        record["tests"][part] = counts | {"seconds": float(suite.get("time")), "failed": failed}
 record |= {"versions": versions(), "machine": machine(), "kernels": kernels()}
 pathlib.Path(f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 for part, end in record["parts"].items():
     print(f"{part}: exit {end['exit']} after {end['seconds']} s" + (" (out of time)" if end["exit"] in (124, 137) else ""))
-print(f"tests: {record['tests']}")
+for part, counts in record["tests"].items():
+    print(f"{part}: {counts}")
 sys.exit(any(end["exit"] for end in record["parts"].values()))
 PYTHON
 ended=$?
-rm -f "$name.parts" "$name.xml"
+rm -f "$name.parts" "$name".*.xml
 exit $ended

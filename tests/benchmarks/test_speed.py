@@ -470,7 +470,7 @@ def test_gpu_sh(tmp_path: Path) -> None:
     listed = subprocess.run([script, "--list"], capture_output=True, text=True, check=True).stdout.splitlines()
     limits = [int(line.split()[0]) for line in listed]
     assert sum(limits) < 480
-    names = ["tests", "nearest", "speed", "batch", "head", "scaling", "training", "generate"]
+    names = ["tests", "kernels", "nearest", "speed", "codes", "batch", "head", "scaling", "training", "generate"]
     assert [line.split()[1] for line in listed] == names
     if not torch.cuda.is_available():
         alone = subprocess.run([script], capture_output=True, text=True, check=False, env={**os.environ})
