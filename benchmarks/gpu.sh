@@ -30,12 +30,12 @@ part() {  # SECONDS NAME COMMAND...: runs the command for so long at most, and n
 }
 
 if [ $device = cuda ]; then
-  fast=(--device cuda --rounds 15 --cycles 2 --results "$results")
-  speed=(--rows 32768,131072 --batch 1 --selector quest --selector quest:page=8,int8=True --selector lowbit
+  fast=(--device cuda --rounds 15 --results "$results")
+  speed=(--cycles 2 --rows 32768,131072 --batch 1 --selector quest --selector quest:page=8,int8=True --selector lowbit
     --selector lowbit:bits=1,page=16 --selector saap --selector window)
-  codes=(--rows 32768,131072 --batch 1 --index-heads 8 --selector querypq --selector querypq:subspaces=8 --selector exact)
-  batch=(--rows 32768,131072 --selector quest --selector lowbit --selector saap) batches=8,32
-  head=(--rows 171008 --batch 1 --selector saap --selector quest)
+  codes=(--cycles 2 --rows 32768,131072 --batch 1 --index-heads 8 --selector querypq --selector querypq:subspaces=8 --selector exact)
+  batch=(--cycles 2 --rows 32768,131072 --selector quest --selector lowbit --selector saap) batches=8,32
+  head=(--cycles 2 --rows 171008 --batch 1 --selector saap --selector quest)
   scaling=() nearest=(--device cuda) training=(--device cuda --repeats 5)
   generate=(--random 8b --layers 8 --tokens 32768 --budget 2048 --steps 16 --seal 256 --device cuda)
 else
@@ -59,13 +59,13 @@ workers=$(($(nproc) < 12 ? $(nproc) : 12))
 "$python" -c 'import xdist' 2>/dev/null && pytest+=(-n "$workers")
 
 parts() {
-  part 120 tests "${pytest[@]}" -m gpu "--junitxml=$name.tests.xml" $(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
-  part 40 kernels "${pytest[@]}" -m "not gpu" "--junitxml=$name.kernels.xml" tests/kernels/test_*_gpu.py
+  part 140 tests "${pytest[@]}" -m gpu "--junitxml=$name.tests.xml" $(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
+  part 35 kernels "${pytest[@]}" -m "not gpu" "--junitxml=$name.kernels.xml" tests/kernels/test_*_gpu.py
   part 20 nearest "$python" -m benchmarks.nearest "${nearest[@]}" --results "$results"
-  part 70 speed "$python" -m benchmarks.speed "${speed[@]}" "${fast[@]}"
+  part 60 speed "$python" -m benchmarks.speed "${speed[@]}" "${fast[@]}"
   part 45 codes "$python" -m benchmarks.speed "${codes[@]}" "${fast[@]}" --name speed-codes
-  part 50 batch "$python" -m benchmarks.speed "${batch[@]}" --batch "$batches" "${fast[@]}" --name speed-batch
-  part 25 head "$python" -m benchmarks.speed "${head[@]}" "${fast[@]}" --heads 1 --name speed-head
+  part 45 batch "$python" -m benchmarks.speed "${batch[@]}" --batch "$batches" "${fast[@]}" --name speed-batch
+  part 20 head "$python" -m benchmarks.speed "${head[@]}" "${fast[@]}" --heads 1 --name speed-head
   part 45 scaling "$python" -m benchmarks.scaling ${scaling[@]+"${scaling[@]}"} "${fast[@]}" \
     --out "$results/scaling-$device.png"
   part 20 training "$python" -m benchmarks.training heads "${training[@]}" --results "$results"

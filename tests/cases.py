@@ -399,8 +399,8 @@ CASES = [
         lambda: RobustVamana(8, 8, build_beam=20, share=0.2),
         lambda: RobustVamana(1 << 20, 8, build_beam=20, share=0.2),
     ),
-    Case("bridge", QueryBridge, lambda: QueryBridge(probes=1, neighbours=512)),
-    Case("bridge-few", lambda: QueryBridge(2, 8, 5, True), lambda: QueryBridge(3, 512, 5)),
+    Case("bridge", QueryBridge, lambda: QueryBridge(probes=1, neighbours=1024)),
+    Case("bridge-few", lambda: QueryBridge(2, 8, 5, True), lambda: QueryBridge(3, 1024, 5)),
     Case("saap", lambda: drawn(SAAP, probes=3), lambda: drawn(SAAP, probes=1 << 20)),
     Case(
         "saap-each",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparseattn import Hata
 from sparseattn.kernels import implementations
 
 aten = torch.ops.aten
@@ -137,3 +138,15 @@ def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
     """To choose as the recording does."""
     patch.setattr(implementations, "choose", implementations.choose.__wrapped__)  # what it has found is kept
     patch.setattr(implementations, "why_not_numba", lambda *_: "off")
+
+
+def break_ties(patch: pytest.MonkeyPatch) -> None:
+    """Part hata's scores by fractions on its tables, the same at every step. They are whole numbers, and it leaves open
+    which of the rows with equal ones is read: torch finds them in an order that depends on how long the storage is."""
+    tables, parts = Hata.tables, torch.rand(512, 16, generator=torch.Generator().manual_seed(0)) / 1000
+
+    def parted(selector: Hata, query: Tensor) -> Tensor:
+        found = tables(selector, query)
+        return found + parts[: found.shape[-2]].to(found.device)
+
+    patch.setattr(Hata, "tables", parted)
