@@ -233,6 +233,18 @@ def launches(events: Iterable[tuple[str, float, float]], repeats: int) -> list[d
     ]
 
 
+def by_purpose(listed: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Microseconds of a step's `launches`: of attention, of finding the best of the scores (torch's top-k, sorts and
+    their scans), and of all else that choosing takes."""
+    spent = {"attending": 0.0, "best": 0.0, "scoring": 0.0}
+    for launch in listed:
+        name = launch["name"].lower()
+        attends = name.startswith(("attend", "merge_splits"))
+        best = not attends and any(part in name for part in ("topk", "sort", "scan_by_key"))
+        spent["attending" if attends else "best" if best else "scoring"] += launch["us"]
+    return {purpose: round(us, 3) for purpose, us in spent.items()}
+
+
 def itemised(call: Callable[[], Any], timer: Timer, result: Mapping[str, Any]) -> dict[str, Any]:
     """On a GPU: what a step takes above its bytes and an empty graph's latency, and its launches.
 
@@ -260,6 +272,7 @@ def itemised(call: Callable[[], Any], timer: Timer, result: Mapping[str, Any]) -
     ]
     try:
         out["launches"] = launches(events, REPLAYS)
+        out["us"] = by_purpose(out["launches"])
     except ValueError as error:
         out["launches"] = str(error)
     return out

@@ -208,6 +208,9 @@ def test_launches_in_order() -> None:
         step.launches(events[:3], 2)
     with pytest.raises(ValueError, match="4 launches are not 2 equal steps"):
         step.launches([*events[:3], ("k3", 15.0, 19.0)], 2)
+    names = ("score_rows", "void at::native::sbtopk::gatherTopK<float>()", "radixSortKVInPlace", "attend_split")
+    spent = step.by_purpose({"name": name, "us": 2.0**i} for i, name in enumerate(names))
+    assert spent == {"attending": 8.0, "best": 6.0, "scoring": 1.0}
 
 
 def test_the_timer_writes_before_each_call() -> None:
