@@ -237,7 +237,7 @@ def kernels(record: Record, rows: Sequence[Row]) -> list[Row]:
     """With `of`, what a kernel was compiled for."""
     found = []
     for row in rows:
-        named = ("D", "G", "span", "each", "kind", "rank", "bits", "bytes", "rows", "vote")
+        named = ("D", "G", "span", "each", "kind", "rank", "bits", "bytes", "rows", "vote", "total", "best")
         more = {
             "per query head": row.get("per") == "query",
             "8-bit bounds": row.get("int8"),
@@ -245,6 +245,8 @@ def kernels(record: Record, rows: Sequence[Row]) -> list[Row]:
             "8-bit levels": row.get("scales") == 8,
             "with a bias": row.get("bias"),
             "of listed rows": row.get("listed"),
+            "as pages": row.get("pages"),
+            "of parts": row.get("part"),
             f"{'pages' if row.get('bits') else 'blocks'} of {row.get('page')}": (row.get("page") or 0) > 1,
         }
         words = [f"{name}={row[name]}" for name in named if row.get(name) is not None]

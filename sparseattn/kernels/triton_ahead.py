@@ -122,7 +122,7 @@ def compile_pages_ahead(
     int8: bool = False,
     table: bool = False,
 ) -> list[Compiled]:
-    """As `compile_ahead`, for Quest: the scores of pages (two kernels for "softmax"), then the naming of the best.
+    """As `compile_ahead`, for Quest: the scores of pages, two kernels for "softmax".
 
     `table`: the bounds lie in a store that sequences share, as `page_bounds.gpu.scores_at` reads them.
     """
@@ -147,16 +147,14 @@ def compile_pages_ahead(
                 row_bytes=4 * group,
             )
         )
-    arguments = ["*fp32", "*i64", "*i32", "*i32", "i32", "i32"]
-    named = _compile(
-        topk_gpu.name_pages,
-        arguments,
-        {"BLOCK": topk_gpu.NAME_BLOCK},
-        topk_gpu.NAME_OPTIONS,
-        arch,
-        row_bytes=12,
-    )
-    return [*found, named]
+    return found
+
+
+def compile_best_ahead(total: int, count: int, arch: int = 90, *, page: bool = False, part: bool = False) -> Compiled:
+    """As `compile_ahead`, for the best of `total` scores: rows, or pages. `part`: of a list that is cut into parts."""
+    arguments: Arguments = ["*fp32", None, "*i32", "*fp32" if part else None, "*i32" if page else None]
+    arguments += ["i32", "i32", "i32"]
+    return _compile(topk_gpu.pick_best, arguments, *topk_gpu.launch(total, count), arch, row_bytes=4)
 
 
 def compile_directions_ahead(

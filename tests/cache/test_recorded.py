@@ -61,6 +61,8 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
         for module, name in (
             (page_bounds_gpu, "scores"),
             (topk_gpu, "best_pages"),
+            (topk_gpu, "best_rows"),
+            (product_codes_gpu, "best_rows"),
             (bucket_spans_gpu, "spans"),
             (listed_scores_gpu, "scores"),
             *((product_codes_gpu, launch) for launch in ("nearest", "voted", "logits")),

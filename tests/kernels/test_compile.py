@@ -76,6 +76,8 @@ PAGES = [
 PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
 # G, bits of a code, bytes of a row: product codes. The first is compiled with the others, the rest in the slow run.
 PRODUCT_CODES = [(4, 4, 8), (1, 4, 4), (3, 4, 2), (4, 8, 8), (5, 8, 4), (16, 8, 16), (17, 4, 64), (2, 8, 128)]
+# Scores of a list, how many of them are the best, whether they are pages, and whether the list is cut into parts.
+BEST = [(8192, 128, True, False), (2048, 128, True, False), (131072, 2048, False, True), (8192, 4096, False, False)]
 LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
 # dtype, D, G, bits, rows of a group, page, vote, bits of levels, with a table: every vote and number of bits, and where
 # a tile is largest.
@@ -147,9 +149,12 @@ def compile_all(arch: int) -> Rows:
     for dtype, size, group, vote, kept in PAGES:
         options = {"int8": kept == "int8", "table": kept == "table"}
         built = triton_ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch, **options)
-        names = ["score_pages", *["vote_softmax"] * (vote == "softmax"), "name_pages"]
+        names = ["score_pages", *["vote_softmax"] * (vote == "softmax")]
         for name, found in zip(names, built, strict=True):
             keep(name, found, dtype=dtype, D=size, G=group, vote=vote, **options)
+    for total, count, pages, part in BEST:
+        found = triton_ahead.compile_best_ahead(total, count, arch, page=pages, part=part)
+        keep("pick_best", found, dtype="float32", total=total, best=count, pages=pages, part=part)
     for span, each in PROBES:
         keep("cut_runs", triton_ahead.compile_probes_ahead(span, each, arch=arch), dtype="int32", span=span, each=each)
     for dtype, size, group in LISTS:
@@ -253,7 +258,7 @@ def compile_a_launch() -> Rows:
             (attend_gpu, ["attend_split", "merge_splits"]),
             (group_vote_gpu, ["vote_softmax"]),
             (page_bounds_gpu, ["score_pages"]),
-            (topk_gpu, ["name_pages"]),
+            (topk_gpu, ["pick_best"]),
             (bucket_spans_gpu, ["cut_runs"]),
             (listed_scores_gpu, ["score_listed"]),
             (product_codes_gpu, ["sum_rows", "below_tops"]),
@@ -307,6 +312,7 @@ def compile_a_launch() -> Rows:
         product_codes_gpu.nearest(names, torch.ones(2, 2), by_code)
         product_codes_gpu.logits(torch.zeros(2, 2, 4, 16, 16), by_code)
         product_codes_gpu.voted(torch.zeros(2, 2, 4, 16, 16), by_code, torch.zeros(2, 2, 1, dtype=torch.int32))
+    best = triton_ahead.compile_best_ahead(512, 3, page=True)
     facts = [
         triton_ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
         triton_ahead.compile_merge_ahead(torch.bfloat16, 128),
@@ -314,9 +320,13 @@ def compile_a_launch() -> Rows:
         triton_ahead.compile_ahead(torch.bfloat16, 128, 16, 4, bias=True),
         triton_ahead.compile_merge_ahead(torch.bfloat16, 128),
         *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum"),
+        best,
         *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "softmax"),
+        best,
         *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", int8=True),
+        best,
         *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", table=True),
+        best,
         triton_ahead.compile_probes_ahead(16),
         triton_ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
         *triton_ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4)[:2],
@@ -360,7 +370,7 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 
 def test_every_variant_compiles(compiled: Rows) -> None:
     softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _, _ in LOWBIT)
-    each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT)
+    each = len(VARIANTS) + len(MERGES) + len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT) + len(BEST)
     each += 2 + 4  # the first of `DIRECTIONS` and of `CODED`, and four launches of the first of `PRODUCT_CODES`
     assert len(compiled) == each
 
@@ -375,7 +385,8 @@ def test_shared_memory_lets_two_programs_run_on_a_multiprocessor(compiled: Rows)
     """`attend_gpu.Tile.resident` counts on two; the driver keeps 1 KiB a program, and as much of the whole."""
     for row in compiled:
         assert 2 * (row["shared_bytes"] + 1024) <= (SHARED_KIB[row["arch"]] + 1) * 1024, row
-        assert 2 * row["registers"] * 128 <= 65536, row  # registers of a multiprocessor; programs have 4 warps
+        # Two programs of 4 warps share the registers of a multiprocessor. `pick_best` is of 16, for a list each.
+        assert (512 if row["kernel"] == "pick_best" else 2 * 128) * row["registers"] <= 65536, row
 
 
 def test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(compiled: Rows) -> None:

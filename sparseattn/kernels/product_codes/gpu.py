@@ -22,8 +22,8 @@ from torch import Tensor
 from sparseattn.kernels.group_vote.gpu import log_sum, vote_tiles
 from sparseattn.kernels.page_bounds.gpu import adjacent
 from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, Tables, rounded, sampled, spans
-from sparseattn.kernels.product_codes.reference import first_of_best, offsets
-from sparseattn.kernels.topk.dispatch import best_rows
+from sparseattn.kernels.product_codes.reference import offsets
+from sparseattn.kernels.topk.gpu import best_rows
 
 WIDE = tl.constexpr(16)  # rows
 
@@ -242,6 +242,6 @@ def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
     names, step, _ = rounded(tables.numbers())
-    candidates = best_rows(nearest(names, step, keys), MORE * count).sort(-1).values  # [B,H,C]
-    chosen = first_of_best(voted(names * step[:, :, None, None, None], keys, candidates), count)
+    candidates = best_rows(nearest(names, step, keys), MORE * count)  # [B,H,C]
+    chosen = best_rows(voted(names * step[:, :, None, None, None], keys, candidates), count)
     return spans(candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1))

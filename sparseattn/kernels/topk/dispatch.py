@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparseattn.kernels.implementations import Operation
 
-ROWS = Operation(__package__, "torch", "numba")
+ROWS = Operation(__package__, "torch", "numba", "triton")
 PAGES = Operation(__package__, "torch", "numba", "triton")
 
 
@@ -22,7 +22,7 @@ def best_rows(scores: Tensor, count: int, impl: str | None = None) -> Tensor:
 
     Args:
         scores: `[B,Hs,N]`, -inf for what must not be chosen.
-        impl: "torch", or "numba", which takes float32, see `implementations`.
+        impl: "torch", "numba", which takes float32, or "triton", see `implementations`.
 
     Returns:
         `[B,Hs,S]` int32, S = min(count, N); -1 where there are fewer. Of candidates with the same score any may be
