@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.cache.listed_rows import ListedLatents
+from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.models.attention_routing import Call
 from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.native_choice import PASSED, passed
@@ -60,6 +61,9 @@ class ExpandedLayer(ExchangedLayer):
         self.latents.shorten(self.columns)
         self.latents.append(torch.cat(given, -1)[:, 0])
         return given
+
+    def _buffers(self) -> dict[str, RowBuffer]:
+        return {**super()._buffers(), **self.latents.buffers()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.columns:

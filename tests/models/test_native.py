@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparseattn import Selection, attend
-from sparseattn.cache.prompt_files import PromptFileError
 from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.error_sensitivity import observe
@@ -87,8 +85,9 @@ def test_native_goes_back_and_on(family: str) -> None:
         assert all(map(torch.equal, again, other))
         assert all(map(torch.equal, first, again))
         assert cache.get_seq_length() == twin.get_seq_length() == given.shape[1]
-        with pytest.raises(ValueError, match="leave budget out"):
-            cache.clone(budget=8)
+        for budget in (8, None):
+            with pytest.raises(ValueError, match="leave budget out"):
+                cache.clone(budget=budget)
         cache.reset()
         model(given[:, :-2], **cache_argument(cache))
         torch.testing.assert_close(model(given[:, -2:-1], **cache_argument(cache)).logits, again[0])
@@ -227,11 +226,26 @@ def test_latents_are_keys_and_values_in_one() -> None:
         ({"rows": "kivi"}, "leave rows out"),
         ({"sink": 16}, "leave sink out"),
         ({"window": 256}, "leave window out"),
+        ({"budget": None}, "index chooses what is read: leave budget out"),
+        ({"seal": None}, "no row is ever sealed, .*: leave seal out"),
+        ({"rollback": 4}, "leave rollback out"),
+        ({"trusted": {"mine"}}, "leave trusted out"),
+        ({"check": True}, "no selector is there .*: leave check out"),
+        ({"impl": "gather"}, "layer 0: latents .* by torch alone: leave impl out"),
     ],
 )
 def test_what_does_not_go_with_native(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SparseCache(native("glm_moe_dsa"), native=True, **settings)
+
+
+def test_a_native_layer_runs_the_implementation_named_or_none() -> None:
+    model, given = native("minimax_m3_vl"), inputs(2, 9)
+    with pytest.raises(ValueError, match="layer 1: impl is one of reference"):
+        SparseCache(model, native=True, impl="flash")
+    expected = generate(model, plain(model), given)
+    with SparseCache(model, native=True, impl="reference") as cache:
+        same(generate(model, cache, given), expected)
 
 
 def test_models_that_native_refuses() -> None:
@@ -276,16 +290,6 @@ def test_a_choice_of_another_form_is_refused() -> None:
     assert native_index(torch.nn.Identity(), {}) is None
     with pytest.raises(ModelError, match="layer 1 chooses for 4 of its 2 KV heads"):
         check_lists(1, 4, 2)
-
-
-@pytest.mark.parametrize("settings", [{"native": True}, {"selector": "quest:page=4", **SMALL}])
-def test_prompts_with_an_index_are_not_written(settings: dict[str, Any], tmp_path: Path) -> None:
-    model = native("minimax_m3_vl")
-    with SparseCache(model, dense_layers=[0], **settings) as cache, torch.no_grad():
-        model(**inputs(), **cache_argument(cache))
-        with pytest.raises(PromptFileError, match=r"layer 1: .* those of the model's own index"):
-            cache.save(tmp_path / "prompt")
-    assert not (tmp_path / "prompt").exists()
 
 
 @pytest.mark.parametrize(
