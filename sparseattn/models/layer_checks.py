@@ -11,6 +11,7 @@ from sparseattn.core.budget import Budget, budget_of
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
+from sparseattn.models.native_index import INDEX_KEYS
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
@@ -112,7 +113,7 @@ def dense_by_roles(
 
 def _keeps_index(layer: Any) -> bool:
     """Whether a cache layer of transformers keeps the keys of an index beside keys and values."""
-    return isinstance(layer, DynamicLayer) and (hasattr(layer, "update_indexer") or hasattr(layer, "update_index"))
+    return isinstance(layer, DynamicLayer) and any(hasattr(layer, name) for name in INDEX_KEYS)
 
 
 def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:

@@ -14,13 +14,11 @@ from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.error_sensitivity import observe
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lossless import generate_lossless
-from sparseattn.models.native_attention import register
-from sparseattn.models.native_choice import check_lists, choice_of
-from sparseattn.models.native_index import native_index
+from sparseattn.models.native_choice import check_lists
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_cache import SparseCache, restore
 from tests.models.tiny import MODES, SMALL, generate, plain, same, small
-from tests.models.tiny_native import FAMILIES, densely, native
+from tests.models.tiny_native import FAMILIES, densely, inputs, native
 
 SLOW = pytest.mark.slow
 QUICK = ("minimax_m3_vl", "qwen4_exp", "glm_moe_dsa")
@@ -40,15 +38,6 @@ EACH_MODE = [
     for mode in MODES
     if mode != "greedy" and (family, mode) != ("qwen4_exp", "lookup")  # linear attention does not go back
 ]
-
-
-def inputs(batch: int = 1, padding: int = 0, tokens: int = 70) -> dict[str, Tensor]:
-    """Random ids, of which prompt lookup finds some again; the last sequence begins with padding."""
-    ids = torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(1))
-    ids[:, -6:] = ids[:, 10:16]
-    mask = torch.ones_like(ids)
-    mask[-1, :padding] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
 
 
 @pytest.mark.parametrize(("family", "implementation", "batch", "padding"), EACH_RUN)
@@ -174,7 +163,9 @@ def test_layers_that_stay_as_they_are_follow_their_index(dense: list[int]) -> No
 )
 def test_a_selector_instead_of_the_index(family: str, mode: str, padding: int) -> None:
     """At exhaustive settings it is dense attention without the index."""
-    model, given = native(family, "sdpa" if padding else "eager"), inputs(2, padding)
+    follow = family == "qwen4_exp"
+    model = native(family, "sdpa" if padding else "eager", follow=follow)
+    given = inputs(2, padding)
     with SparseCache(model, "quest:page=4", None, **SMALL) as cache:
         exhaustive = generate(model, cache, given, **MODES[mode])
         assert cache.stats().sparse_calls == 23 * len(cache.sparse_layers) > 0
@@ -277,38 +268,6 @@ def test_models_that_native_refuses() -> None:
         SparseCache(model, native=True)
 
 
-def test_a_choice_of_another_form_is_refused() -> None:
-    module = native("minimax_m3_vl").model.layers[1].self_attn
-    ids = torch.zeros(1, 2, 1, 3, dtype=torch.int64)
-    for options, words in (
-        ({"indices": ids}, r"integers \[B,1,S\] are read"),
-        ({"block_indices": ids.float()}, r"integers \[B,Hs,1,S\] are read"),
-        ({}, "passes no indices"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            choice_of(module, options, None, tokens=1, columns=40, padded=False)
-    assert native_index(torch.nn.Identity(), {}) is None
+def test_lists_for_some_of_the_heads_are_refused() -> None:
     with pytest.raises(ModelError, match="layer 1 chooses for 4 of its 2 KV heads"):
         check_lists(1, 4, 2)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=[] if name == "minimax_m3_vl" else SLOW)
-        for name in FAMILIES
-        if name not in ("qwen4_exp", "hy_v4")  # which pass no choice, or do more than softmax
-    ],
-)
-def test_native_attention_by_itself(family: str) -> None:
-    model, given = native(family, "sdpa"), inputs(2, 9)
-    expected = generate(model, plain(model), given)
-    model.set_attn_implementation(register())
-    same(generate(model, plain(model), given), expected)
-
-
-def test_native_attention_refuses_sinks() -> None:
-    model = native("hy_v4")
-    model.set_attn_implementation(register())
-    with pytest.raises(ModelError, match=r"learned sink .* use SparseCache\(native=True\)"):
-        model(inputs()["input_ids"])

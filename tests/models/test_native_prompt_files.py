@@ -30,7 +30,7 @@ EACH = [
     pytest.param("qwen4_exp", {"native": True}, marks=SLOW),
 ]
 # QSA as published has layers of linear attention too, whose state no file holds.
-ALL_INDEXED: dict[str, Any] = {"layer_types": ["indexed_attention"] * 2, "num_hidden_layers": 2}
+ALL_INDEXED: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 
 
 def prompt(padding: int = 0) -> dict[str, Tensor]:
