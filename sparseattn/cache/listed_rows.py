@@ -6,11 +6,12 @@ import copy
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.kernels.attend.dispatch import ATTEND, attend
 from sparseattn.kernels.attend_latents import attend_latents
 
 Self = TypeVar("Self", bound="Listed")
@@ -22,6 +23,10 @@ class Listed(ABC):
     @abstractmethod
     def buffers(self) -> dict[str, RowBuffer]:
         """Return what holds the rows, by attribute."""
+
+    @abstractmethod
+    def check_impl(self, impl: str | None, device: torch.device, dtype: torch.dtype) -> None:
+        """Refuse, by ValueError or RuntimeError, an implementation that cannot attend to such rows."""
 
     @property
     def rows(self) -> int:
@@ -71,6 +76,9 @@ class ListedRows(Listed):
     def buffers(self) -> dict[str, RowBuffer]:
         return {"keys": self.keys, "values": self.values}
 
+    def check_impl(self, impl: str | None, device: torch.device, dtype: torch.dtype) -> None:
+        ATTEND.pick(impl, device, dtype)
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store `[B,H,n,D]` each, and return all rows, views `[B,H,N,D]`."""
         self.keys.append(keys)
@@ -94,6 +102,12 @@ class ListedLatents(Listed):
 
     def buffers(self) -> dict[str, RowBuffer]:
         return {"latents": self.latents}
+
+    def check_impl(self, impl: str | None, device: torch.device, dtype: torch.dtype) -> None:
+        if impl is not None:
+            raise ValueError(
+                f"latents that all heads share are attended to by torch alone: leave impl out, got {impl!r}"
+            )
 
     def append(self, latents: Tensor) -> Tensor:
         """Store `[B,n,D]`, and return all rows, a view `[B,N,D]`."""

@@ -15,7 +15,7 @@ from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe
 from sparseattn.models.exclusive import quiet
 from sparseattn.models.native_choice import passed
-from sparseattn.models.native_index import NativeIndex, native_index
+from sparseattn.models.native_index import Kept, NativeIndex, native_index
 from sparseattn.models.transformers_classes import DynamicCache
 
 TOKENS = 4  # of the passes that look at a model
@@ -62,10 +62,12 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
     with quiet(model):
         # With a cache, through which layers may share keys. The calls keep their tensors, so equal addresses are of
         # the same keys.
-        cached = probe(model, original, ids, use_cache=True, **cache_argument(DynamicCache(config=model.config)))
+        cache = DynamicCache(config=model.config)
+        cached = probe(model, original, ids, use_cache=True, **cache_argument(cache))
         keys = {index: call.key.data_ptr() for index, call in cached.items()}
         with rotary.Watch({index: call.module for index, call in cached.items()}) as watch:
             calls = probe(model, original, ids)
+            masked = {index for index, call in calls.items() if _masks(call, watch.tensors.get(index, ()))}
             ropes = {index: rope for index, call in calls.items() if (rope := _rope(model, call, watch)) is not None}
             if any(passed(call.options) == "block_indices" for call in calls.values()):
                 ropes = {}  # such an index takes no positions without the rows before them, so that nobody can look
@@ -76,7 +78,20 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
                 probe(model, original, ids, position_ids=far[None].to(model.device))
                 ropes = {i: rope for i, rope in ropes.items() if _applied(rope, watch, i, far)}
     sharing = {index: [other for other in keys if keys[other] == keys[index]] for index in keys}
-    return {index: _described(call, ropes.get(index), sharing[index]) for index, call in calls.items()}
+    described = {}
+    for i, call in calls.items():
+        kept = Kept(cache, i, cached[i].key, folded=i in masked)
+        index = native_index(call.module, call.options, kept)
+        beyond = _beyond(call, sharing[i], index, i in masked)
+        described[i] = _described(call, ropes.get(i), beyond, index)
+    return described
+
+
+def _masks(call: Call, given: Sequence[torch.Tensor]) -> bool:
+    """Whether a layer attends by a mask that it was not `given` but has made."""
+    if not isinstance(call.mask, torch.Tensor):
+        return False
+    return call.mask.untyped_storage().data_ptr() not in {x.untyped_storage().data_ptr() for x in given}
 
 
 def _rope(model: Any, call: Call, watch: rotary.Watch) -> Rope | None:
@@ -93,19 +108,21 @@ def _applied(rope: Rope, watch: rotary.Watch, index: int, positions: torch.Tenso
     return given is not None and rotary.applied(rope, given, positions.to(given[0].device))
 
 
-def _described(call: Call, rope: Rope | None, sharing: Sequence[int]) -> AttentionLayer:
-    _, heads, _, size = call.key.shape
-    beyond = beyond_softmax(call)
+def _beyond(call: Call, sharing: Sequence[int], index: NativeIndex | None, masked: bool) -> str | None:
+    """Return what a layer does beyond softmax attention over keys and values, in words."""
+    size, narrow = call.key.shape[-1], call.value.shape[-1]
+    if index is not None and index.fixed is not None:
+        return f"has an index of its own that cannot be left out ({index.fixed})"
+    if narrow > size or (narrow < size and index is None):
+        return f"has keys of {size} dimensions and values of {narrow}"
     if len(sharing) > 1:
-        beyond = f"shares its keys with other layers (all of {', '.join(map(str, sharing))})"
-    index = native_index(call.module, call.options)
-    if index is not None and index.latent and call.value.shape[-1] <= size:
-        beyond = (
-            beyond
-            if index.unreadable is None
-            else f"has an index of its own that cannot be left out ({index.unreadable})"
-        )
-    elif call.value.shape[-1] != size:
-        beyond = f"has keys of {size} dimensions and values of {call.value.shape[-1]}"
+        return f"shares its keys with other layers (all of {', '.join(map(str, sharing))})"
+    if masked and index is None:
+        return "makes a mask of its own, by which it may choose among its rows or weigh them"
+    return beyond_softmax(call)
+
+
+def _described(call: Call, rope: Rope | None, beyond: str | None, index: NativeIndex | None) -> AttentionLayer:
+    _, heads, _, size = call.key.shape
     group, where = call.query.shape[1] // heads, (call.key.dtype, call.key.device)
     return AttentionLayer(heads, group, size, call.scale, call.window, beyond, rope, *where, index)

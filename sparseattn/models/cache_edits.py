@@ -67,6 +67,7 @@ class EditedCache(Cache):
             self._take_back(self._passes.tokens_after_crop(self.layers, tokens_to_remove))
             return
         held = self._tokens()
+        tokens_to_remove = int(tokens_to_remove)  # older releases give a tensor
         drop = -tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0)
         gone = self._real.count(held - drop, held)
         for layer in self.layers:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.cache.listed_rows import ListedLatents
+from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.models.attention_routing import Call
 from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.native_choice import PASSED, passed
@@ -21,13 +22,16 @@ from sparseattn.models.sparse_layer import Run, SparseLayer
 class ExchangedLayer(KeepsIndex):
     """A sparse layer whose model's index goes on choosing, and whose choice nobody follows.
 
-    Prompts are prefilled densely, as in every model: the choice is applied neither there nor in decoding.
+    Prompts are prefilled densely, as in every model: the choice is applied neither there nor in decoding. Values that
+    are narrower than keys (MLA) are stored with zeros behind them.
     """
 
     def attend(self, call: Call, run: Run) -> Tensor:
         mask = call.mask if passed(call.options) else self._without_choice(call, run)
         options = {name: value for name, value in call.options.items() if name not in PASSED}
-        return super().attend(replace(call, mask=mask, options=options), run)
+        size = call.value.shape[-1]
+        values = F.pad(call.value, (0, call.key.shape[-1] - size)) if size < call.key.shape[-1] else call.value
+        return super().attend(replace(call, value=values, mask=mask, options=options), run)[..., :size]
 
     def _without_choice(self, call: Call, run: Run) -> Tensor | None:
         """Return the mask of a layer that folds its choice into it, as it was before; None behind stored rows, which
@@ -44,8 +48,7 @@ class ExchangedLayer(KeepsIndex):
 class ExpandedLayer(ExchangedLayer):
     """Such a layer of a model that keeps latents (MLA): keys and values of every head are kept instead.
 
-    A new token's latent is expanded by the model once and never again. Values that are narrower than keys are stored
-    with zeros behind them.
+    A new token's latent is expanded by the model once and never again.
 
     Attributes:
         latents: what the model gave it, for a `LatentLayer` to go on from.
@@ -60,6 +63,9 @@ class ExpandedLayer(ExchangedLayer):
         self.latents.shorten(self.columns)
         self.latents.append(torch.cat(given, -1)[:, 0])
         return given
+
+    def _buffers(self) -> dict[str, RowBuffer]:
+        return {**super()._buffers(), **self.latents.buffers()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.columns:
@@ -83,8 +89,3 @@ class ExpandedLayer(ExchangedLayer):
 
     def _given(self, call: Call) -> bool:
         return self.unattended is not None  # what `update` was given are latents
-
-    def attend(self, call: Call, run: Run) -> Tensor:
-        size = call.value.shape[-1]
-        padded = F.pad(call.value, (0, call.key.shape[-1] - size))
-        return super().attend(replace(call, value=padded), run)[..., :size]

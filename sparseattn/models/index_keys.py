@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
@@ -53,6 +54,34 @@ class KeepsIndex(SparseLayer):
         """Keep what is of the tokens taken in."""
         if self._index is not None and self._index.rows > self.columns:
             self._index.resize(self.columns)
+
+    def _buffers(self) -> dict[str, RowBuffer]:
+        """Return what holds a row of each token beside the parts, by name."""
+        return {} if self._index is None else {"index": self._index}
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what it holds of the tokens taken in, beside the rows of its parts, for a file."""
+        buffers = self._buffers().items()
+        held = {name: buffer.data.narrow(buffer.dim, 0, self.columns) for name, buffer in buffers}
+        return held if self.indexer_position_ids is None else {**held, "positions": self.indexer_position_ids}
+
+    def keep(self, held: Mapping[str, Tensor], columns: int, device: torch.device) -> None:
+        """Take up what `kept` gave of so many tokens, in an empty layer.
+
+        Raises:
+            KeyError, ValueError: other tensors than it holds.
+        """
+        left = {name: tensor.to(device) for name, tensor in held.items()}
+        self._positions = left.pop("positions", None)
+        if (keys := left.get("index")) is not None:
+            self._index = RowBuffer(keys.ndim - 2, self._capacity)  # [B,N,D] or [B,1,N,D]
+        for name, buffer in self._buffers().items():
+            buffer.append(left.pop(name))
+            if buffer.rows != columns:
+                raise ValueError(f"{name} of a layer has {buffer.rows} rows, and {columns} tokens were taken in")
+        if left:
+            raise ValueError(f"a layer keeps no {', '.join(left)} here")
+        self.columns = columns
 
     def crop_rows(self, tokens: int, drop: Tensor) -> None:
         super().crop_rows(tokens, drop)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sparseattn.core.budget import Budget, budget_of
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
+from sparseattn.models.native_index import INDEX_KEYS
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
@@ -28,14 +30,27 @@ def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
     )
 
 
-def check_native(given: Mapping[str, object]) -> None:
-    """Refuse, by ValueError, arguments beside `native` that choose or keep rows; None: an argument was left out."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"native=True reads the rows that the model's own index chose, kept as they came: leave {name} out, "
-                f"got {value!r}"
-            )
+# What an argument of `SparseCache` would say beside `native=True`, and why nothing of the kind is done there.
+_CHOSEN = "the model's own index chooses what is read"
+_KEPT = "rows are kept as they came"
+_UNSEALED = "no row is ever sealed, and any number of tokens can be taken back"
+NOT_NATIVE = {
+    **dict.fromkeys(("selector", "budget", "roles", "plan", "trusted", "sink", "window"), _CHOSEN),
+    **dict.fromkeys(("sealed_device", "indexes", "rows", "context_group"), _KEPT),
+    **dict.fromkeys(("seal", "rollback"), _UNSEALED),
+    "check": "no selector is there whose choice could be checked",
+}
+
+
+def check_native(given: Mapping[str, object], function: Callable[..., Any]) -> None:
+    """Refuse, by ValueError, arguments of `function` beside `native` that say nothing there.
+
+    An argument counts as left out where it has its default: a default that somebody wrote down is not told from that.
+    """
+    parameters = inspect.signature(function).parameters
+    for name, why in NOT_NATIVE.items():
+        if name in given and given[name] != parameters[name].default:
+            raise ValueError(f"beside native=True {why}: leave {name} out, got {given[name]!r}")
 
 
 def loaded_roles(
@@ -98,7 +113,7 @@ def dense_by_roles(
 
 def _keeps_index(layer: Any) -> bool:
     """Whether a cache layer of transformers keeps the keys of an index beside keys and values."""
-    return isinstance(layer, DynamicLayer) and (hasattr(layer, "update_indexer") or hasattr(layer, "update_index"))
+    return isinstance(layer, DynamicLayer) and any(hasattr(layer, name) for name in INDEX_KEYS)
 
 
 def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:

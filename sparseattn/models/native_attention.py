@@ -3,7 +3,8 @@
     register()
     model.set_attn_implementation("sparseattn")
 
-A token that is decoded reads what was chosen. `SparseCache(native=True)` does so too and stores rows without copying
+A token that is decoded reads what was chosen: what the layer passes, or what its mask leaves where it folds its choice
+into that (QSA, GLM-5-Next). `SparseCache(native=True)` does so too and stores rows without copying
 all of them at every step; where a model keeps latents (MLA), only it saves expanding them.
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from sparseattn.models import attention_routing
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
-from sparseattn.models.native_choice import check_lists, choice_of, passed
+from sparseattn.models.native_choice import check_lists, choice_of, has_index
 
 NAME = "sparseattn"
 
@@ -40,7 +41,7 @@ def native_attention(
         query: `[B,HG,n,D]`.
         key: `[B,H,N,D]`.
         value: `[B,H,N,V]`.
-        attention_mask: `[B,1,n,N]` of bool, or None.
+        attention_mask: `[B,1,n,N]`, of bool or added to logits, or None.
 
     Returns:
         Output `[B,n,HG,V]`, and no weights.
@@ -50,8 +51,10 @@ def native_attention(
     """
     call = Call(module, query, key, value, attention_mask, options)
     if (beyond := beyond_softmax(call)) is not None:
-        raise ModelError(f"layer {call.layer} {beyond}, which {NAME} does not compute: use SparseCache(native=True)")
-    if query.shape[2] > 1 or passed(options) is None:
+        raise ModelError(
+            f"layer {call.layer} {beyond}, which {NAME} does not compute: use SparseCache(native=True), or eager"
+        )
+    if query.shape[2] > 1 or not has_index(module, options):
         return delegate(call, "sdpa")[0], None
     columns, heads = key.shape[2], key.shape[1]
     choice = choice_of(module, options, attention_mask, 1, columns, padded=True)
@@ -61,5 +64,5 @@ def native_attention(
     keys, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[3])) for x in (key, value))
     group = query.shape[1] // heads
     used = (rows >= 0).repeat_interleave(group, 1)[:, :, None]  # [B,HG,1,S]
-    out = F.scaled_dot_product_attention(query, keys, values, used, scale=call.scale, enable_gqa=group > 1)
+    out = scaled_dot_product_attention(query, keys, values, used, scale=call.scale, enable_gqa=group > 1)
     return out.transpose(1, 2), None

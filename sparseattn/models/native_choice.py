@@ -182,8 +182,9 @@ def passed(options: Mapping[str, Any]) -> str | None:
 
 
 def has_index(module: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether a layer has an index of its own, or reads what that of another layer chose."""
-    return passed(options) is not None or isinstance(getattr(module, "indexer", None), nn.Module)
+    """Whether a layer has an index of its own, or reads what that of another layer chose (GLM's `skip_topk`)."""
+    own = isinstance(getattr(module, "indexer", None), nn.Module)
+    return own or passed(options) is not None or getattr(module, "skip_topk", False) is True
 
 
 def choice_of(

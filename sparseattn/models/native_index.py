@@ -26,19 +26,68 @@ class NativeIndex:
         passes: the name under which the layer passes what it chose; None: it folds that into its mask.
         latent: whether the layer keeps one latent for all heads (MLA).
         unreadable: why it cannot be followed, in words; None: it can.
+        fixed: why it cannot be left out, so that a selector chooses instead, in words; None: it can.
     """
 
     passes: str | None
     latent: bool
     unreadable: str | None
+    fixed: str | None
 
 
-def native_index(module: nn.Module, options: Mapping[str, Any]) -> NativeIndex | None:
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What became of a layer in a pass with a cache, which tells releases of transformers apart.
+
+    Args:
+        cache: that of transformers, behind the pass.
+        layer: the layer's number.
+        keys: those that it attended to.
+        folded: whether the mask that it attended by is one of its own making.
+    """
+
+    cache: Any
+    layer: int
+    keys: Tensor
+    folded: bool
+
+    def outside(self) -> str | None:
+        """Return what the index keeps outside the layers of the cache, where nobody can take it back, in words."""
+        if hasattr(self.cache, "position_ids"):
+            return "keeps the positions of all tokens beside the layers of the cache, as releases before 5.21 do"
+        held = self._held()
+        return None if any(hasattr(held, name) for name in INDEX_KEYS) else "keeps the keys of its index to itself"
+
+    def expanded(self) -> bool:
+        """Whether the cache holds the keys of every head, as they were attended to."""
+        held = getattr(self._held(), "keys", None)
+        return isinstance(held, Tensor) and held.shape == self.keys.shape
+
+    def _held(self) -> Any:
+        layers = self.cache.layers
+        return layers[self.layer] if self.layer < len(layers) else None
+
+
+INDEX_KEYS = ("update_indexer", "update_index")  # of transformers' cache layers
+
+
+def native_index(module: nn.Module, options: Mapping[str, Any], kept: Kept) -> NativeIndex | None:
     """Return the index of a layer's attention, by a call of it; None where it has none."""
     if not has_index(module, options):
         return None
-    name, latent = passed(options), hasattr(module, "expand_kv")
-    return NativeIndex(name, latent, _unreadable(module, name) if latent else None)
+    kind, name = type(module).__name__, passed(options)
+    if isinstance(getattr(module, "indexer", None), nn.Module) and (outside := kept.outside()) is not None:
+        return NativeIndex(name, False, f"{kind} {outside}", f"{kind} {outside}")
+    fixed = None  # where a layer passes nothing, its mask is left out
+    if name is not None and kept.folded:
+        fixed = f"{kind} passes {name} and folds them into its mask too"
+    if not hasattr(module, "expand_kv"):
+        return NativeIndex(name, False, None, fixed)
+    if name is not None and kept.expanded():
+        why = f"{kind} stores keys and values of every head, as releases before 5.18 do, and latents are read"
+        return NativeIndex(name, False, why, fixed)
+    why_not = _unreadable(module, name)
+    return NativeIndex(name, True, why_not, why_not or fixed)
 
 
 def _unreadable(module: Any, name: str | None) -> str | None:

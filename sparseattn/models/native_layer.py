@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseattn.cache.listed_rows import Listed, ListedLatents, ListedRows
 from sparseattn.core.activity import LayerActivity
+from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate, name_of
@@ -130,6 +131,14 @@ class NativeLayer(KeepsIndex):
 
     # -- what transformers asks of a layer -----------------------------------------------------------------------------
 
+    def _buffers(self) -> dict[str, RowBuffer]:
+        return {**super()._buffers(), **self.stored.buffers()}
+
+    def keep(self, held: Mapping[str, Tensor], columns: int, device: torch.device) -> None:
+        super().keep(held, columns, device)
+        rows = next(iter(self.stored.buffers().values())).data
+        self.lazy_initialization(rows, rows)
+
     def crop_rows(self, tokens: int, drop: Tensor) -> None:
         super().crop_rows(tokens, drop)
         self.stored.shorten(self.columns)
@@ -230,6 +239,7 @@ def native_layers(
 
     Raises:
         ModelError: there is none, or one that cannot be followed.
+        ValueError, RuntimeError: an `impl` that cannot attend to a layer's rows.
     """
     indexed = {i: what.index for i, what in found.items() if what.index is not None}
     if not indexed:
@@ -251,6 +261,13 @@ def native_layers(
                 f"layer {i} of {name_of(model)} {beyond}, which sparse attention does not compute: name such layers in "
                 f"dense_layers"
             )
-        kind = LatentLayer if index.latent else NativeLayer
-        made[i] = kind(found[i].heads, capacity, impl)
+        made[i] = (LatentLayer if index.latent else NativeLayer)(found[i].heads, capacity, impl)
+        _check_impl(made[i], i, found[i])
     return made
+
+
+def _check_impl(layer: NativeLayer, number: int, what: AttentionLayer) -> None:
+    try:
+        layer.stored.check_impl(layer.impl, what.device, what.dtype)
+    except (ValueError, RuntimeError) as error:
+        raise type(error)(f"layer {number}: {error}") from error

@@ -1,8 +1,9 @@
 """Prompt caches of a model: every layer of a `SparseCache` in one file, see `cache.prompt_files`.
 
 The metadata's `said` holds the model's fingerprint and name, and of each layer what it is: "sparse" with what is said
-of the cache of each part of its heads, or "dense" and "sliding", whose rows transformers keeps. Tensors of layer i
-begin with `layers.i/`, those of its part p with `layers.i/p/`.
+of the cache of each part of its heads, "native" where the model's own index chooses, or "dense" and "sliding", whose
+rows transformers keeps. Tensors of layer i begin with `layers.i/`, those of its part p with `layers.i/p/`, and with
+`layers.i/kept/` what layers of a model with an index of its own hold beside: the keys of that index, rows or latents.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sparseattn.cache import prompt_files
 from sparseattn.cache.prompt_files import FORMAT, VERSION, WHAT, PromptFileError
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.index_keys import KeepsIndex
+from sparseattn.models.native_layer import NativeLayer
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.models.transformers_classes import DynamicLayer, DynamicSlidingWindowLayer
 from sparseattn.roles.fingerprint import fingerprint
@@ -26,6 +28,7 @@ from sparseattn.utils.json_text import parse_entry
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
 
 KINDS: dict[type, str] = {DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding"}
+KEPT = "kept"
 REAL = "real"  # which tokens are no padding, `[B,T]` bool
 
 
@@ -118,30 +121,27 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
 
 def _written(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a layer's tensors, and what is said of it."""
-    _check_keeps_no_index(layer)
-    if isinstance(layer, SparseLayer):
-        tensors: dict[str, Tensor] = {}
-        parts = []
-        for number, part in enumerate(layer.parts):
-            held, said = prompt_files.written(part.rows)
-            tensors |= {f"{number}/{name}": tensor for name, tensor in held.items()}
-            parts.append({**said, "heads": _heads(part)})
-        return tensors, {"kind": "sparse", "columns": layer.columns, "parts": parts}
     kind = _kind(layer)
-    length = getattr(layer, "cumulative_length", None)
-    return {"keys": layer.keys, "values": layer.values}, {"kind": kind, "columns": length}
-
-
-def _check_keeps_no_index(layer: Any) -> None:
-    """Refuse, by ValueError, a layer that would be taken up without what the model's own index finds rows by."""
+    if not isinstance(layer, SparseLayer):
+        length = getattr(layer, "cumulative_length", None)
+        return {"keys": layer.keys, "values": layer.values}, {"kind": kind, "columns": length}
+    if not layer.columns:
+        raise RuntimeError("the cache is empty: prefill a prompt first")
+    tensors: dict[str, Tensor] = {}
+    parts = []
+    for number, part in enumerate(layer.parts):
+        held, said = prompt_files.written(part.rows)
+        tensors |= {f"{number}/{name}": tensor for name, tensor in held.items()}
+        parts.append({**said, "heads": _heads(part)})
     if isinstance(layer, KeepsIndex):
-        raise ValueError(
-            "a prompt cache holds keys and values, and this layer keeps those of the model's own index beside them: "
-            "take the prompt in again where it is needed"
-        )
+        tensors |= {f"{KEPT}/{name}": tensor for name, tensor in layer.kept().items()}
+    return tensors, {"kind": kind, "columns": layer.columns, "parts": parts}
 
 
 def _kind(layer: Any) -> str:
+    """Return what kind of layer it is, as files name it; ValueError where none of it is written."""
+    if isinstance(layer, SparseLayer):
+        return "native" if isinstance(layer, NativeLayer) else "sparse"
     if type(layer) not in KINDS:
         raise ValueError(f"a prompt cache holds keys and values, and this layer keeps a {type(layer).__name__}")
     return KINDS[type(layer)]
@@ -153,8 +153,7 @@ def _heads(part: Any) -> Sequence[int] | None:
 
 def _check(layer: Any, said: Mapping[str, Any]) -> None:
     """Refuse what was written of another kind of layer, or of a cache with other settings: ValueError."""
-    _check_keeps_no_index(layer)
-    kind = "sparse" if isinstance(layer, SparseLayer) else _kind(layer)
+    kind = _kind(layer)
     if said["kind"] != kind:
         raise ValueError(f"a layer was {said['kind']} when it was written, and is {kind} here")
     if not isinstance(layer, SparseLayer):
@@ -175,7 +174,13 @@ def _fill(layer: Any, said: Mapping[str, Any], held: Mapping[str, Tensor], devic
             layer.cumulative_length = int(said["columns"])
         return
     for number, (part, one) in enumerate(zip(layer.parts, said["parts"], strict=True)):
-        own = {name.partition("/")[2]: tensor for name, tensor in held.items() if name.startswith(f"{number}/")}
-        prompt_files.fill(part.rows, one, own, device)
-    layer.lazy_initialization(layer.parts[0].rows.keys, layer.parts[0].rows.values)
+        prompt_files.fill(part.rows, one, _under(str(number), held), device)
+    if isinstance(layer, KeepsIndex):
+        layer.keep(_under(KEPT, held), int(said["columns"]), device)
+    if layer.parts:
+        layer.lazy_initialization(layer.parts[0].rows.keys, layer.parts[0].rows.values)
     layer.columns = int(said["columns"])
+
+
+def _under(prefix: str, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{prefix}/"): one for name, one in held.items() if name.startswith(f"{prefix}/")}

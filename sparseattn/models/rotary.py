@@ -31,12 +31,14 @@ class Watch:
 
     Attributes:
         embeddings: of each layer, the `cos, sin` that it was given last, or None.
+        tensors: of each layer, all tensors that it was given last, its mask among them.
         outputs: of each layer, the outputs of its submodules in the last pass.
         outputs_too: whether outputs are kept, which holds on to their memory.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self.embeddings: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self.tensors: dict[int, list[Tensor]] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         self.outputs_too = True
         self._modules = dict(modules)
@@ -60,6 +62,7 @@ class Watch:
             pairs = [options.get("position_embeddings"), *args]
             tensors = (x for x in pairs if isinstance(x, tuple) and [type(y) for y in x] == [Tensor, Tensor])
             self.embeddings[index] = next(tensors, None)
+            self.tensors[index] = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
             self.outputs[index] = []
 
         return hook

@@ -85,7 +85,8 @@ class SparseCache(EditedCache):
             questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
         native: decode by the index that the model has of its own, in place of a selector: a token reads the rows that
             it chose and no others (`selector="native"` says the same). Prompts are prefilled by its choice too, so that
-            outputs are the model's own. Arguments that choose or keep rows are refused beside it.
+            outputs are the model's own. `dense_layers`, `sparse_from`, `capacity` and `impl` (of layers with keys and
+            values) apply; every other argument that is not at its default is refused.
         context_group: processes that deal the rows of every sparse layer, as `group` of `KVCache`: each runs the same
             program, with its own copy of the model and the same inputs, and gets the same tokens. A prompt that comes
             in one pass is prefilled in full by each; behind it, and behind every chunk of a longer one, a layer keeps
@@ -126,12 +127,11 @@ class SparseCache(EditedCache):
         native: bool = False,
     ) -> None:
         if native or selector == NATIVE:
-            selector = None if selector == NATIVE else selector
-            kept = {"sealed_device": sealed_device, "indexes": indexes, "rows": rows, "context_group": context_group}
-            chosen = {"selector": selector, "roles": roles, "plan": plan}
-            other = {"budget": (budget, BUDGET), "sink": (sink, SINK), "window": (window, WINDOW)}
-            changed = {name: None if given == default else given for name, (given, default) in other.items()}
-            checks.check_native({**chosen, **changed, **kept})
+            given: dict[str, Any] = {"budget": budget, "roles": roles, "plan": plan, "trusted": trusted, "sink": sink}
+            given |= {"window": window, "seal": seal, "rollback": rollback, "check": check, "indexes": indexes}
+            given |= {"sealed_device": sealed_device, "rows": rows, "context_group": context_group}
+            given["selector"] = None if selector == NATIVE else selector
+            checks.check_native(given, SparseCache.__init__)
             selector, budget = NATIVE, None
         if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
             raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
@@ -243,7 +243,7 @@ class SparseCache(EditedCache):
         twin._prepared_before = True  # the model is given back by the first one
         if budget is not ...:
             if self.selector == NATIVE:
-                checks.check_native({"budget": budget})
+                checks.check_native({"budget": budget}, SparseCache.clone)
             twin.budget = budget
             checks.check_mapping("budget", budget, list(twin.sparse_layers))
             for index, layer in twin.sparse_layers.items():
@@ -264,7 +264,7 @@ class SparseCache(EditedCache):
         """Write what every layer holds to a prompt cache, see `KVCache.save`, with the model's fingerprint.
 
         Raises:
-            ValueError: a layer whose index or state is not in rows and tensors, or a model with an index of its own.
+            ValueError: a layer whose index or state is not in rows and tensors.
             RuntimeError: nothing is held, or a pass was cut short.
         """
         if not self._passes.whole(self.layers):

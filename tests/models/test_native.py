@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +9,16 @@ import torch
 from torch import Tensor
 
 from sparseattn import Selection, attend
-from sparseattn.cache.prompt_files import PromptFileError
 from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.error_sensitivity import observe
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lossless import generate_lossless
-from sparseattn.models.native_attention import register
-from sparseattn.models.native_choice import check_lists, choice_of
-from sparseattn.models.native_index import native_index
+from sparseattn.models.native_choice import check_lists
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_cache import SparseCache, restore
 from tests.models.tiny import MODES, SMALL, generate, plain, same, small
-from tests.models.tiny_native import FAMILIES, densely, native
+from tests.models.tiny_native import FAMILIES, RELEASE, densely, inputs, native
 
 SLOW = pytest.mark.slow
 QUICK = ("minimax_m3_vl", "qwen4_exp", "glm_moe_dsa")
@@ -42,15 +38,6 @@ EACH_MODE = [
     for mode in MODES
     if mode != "greedy" and (family, mode) != ("qwen4_exp", "lookup")  # linear attention does not go back
 ]
-
-
-def inputs(batch: int = 1, padding: int = 0, tokens: int = 70) -> dict[str, Tensor]:
-    """Random ids, of which prompt lookup finds some again; the last sequence begins with padding."""
-    ids = torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(1))
-    ids[:, -6:] = ids[:, 10:16]
-    mask = torch.ones_like(ids)
-    mask[-1, :padding] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
 
 
 @pytest.mark.parametrize(("family", "implementation", "batch", "padding"), EACH_RUN)
@@ -87,8 +74,9 @@ def test_native_goes_back_and_on(family: str) -> None:
         assert all(map(torch.equal, again, other))
         assert all(map(torch.equal, first, again))
         assert cache.get_seq_length() == twin.get_seq_length() == given.shape[1]
-        with pytest.raises(ValueError, match="leave budget out"):
-            cache.clone(budget=8)
+        for budget in (8, None):
+            with pytest.raises(ValueError, match="leave budget out"):
+                cache.clone(budget=budget)
         cache.reset()
         model(given[:, :-2], **cache_argument(cache))
         torch.testing.assert_close(model(given[:, -2:-1], **cache_argument(cache)).logits, again[0])
@@ -175,7 +163,9 @@ def test_layers_that_stay_as_they_are_follow_their_index(dense: list[int]) -> No
 )
 def test_a_selector_instead_of_the_index(family: str, mode: str, padding: int) -> None:
     """At exhaustive settings it is dense attention without the index."""
-    model, given = native(family, "sdpa" if padding else "eager"), inputs(2, padding)
+    follow = family == "qwen4_exp" or RELEASE < (5, 17)  # where an index cannot be left out either
+    model = native(family, "sdpa" if padding else "eager", follow=follow)
+    given = inputs(2, padding)
     with SparseCache(model, "quest:page=4", None, **SMALL) as cache:
         exhaustive = generate(model, cache, given, **MODES[mode])
         assert cache.stats().sparse_calls == 23 * len(cache.sparse_layers) > 0
@@ -227,11 +217,26 @@ def test_latents_are_keys_and_values_in_one() -> None:
         ({"rows": "kivi"}, "leave rows out"),
         ({"sink": 16}, "leave sink out"),
         ({"window": 256}, "leave window out"),
+        ({"budget": None}, "index chooses what is read: leave budget out"),
+        ({"seal": None}, "no row is ever sealed, .*: leave seal out"),
+        ({"rollback": 4}, "leave rollback out"),
+        ({"trusted": {"mine"}}, "leave trusted out"),
+        ({"check": True}, "no selector is there .*: leave check out"),
+        ({"impl": "gather"}, "layer 0: latents .* by torch alone: leave impl out"),
     ],
 )
 def test_what_does_not_go_with_native(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SparseCache(native("glm_moe_dsa"), native=True, **settings)
+
+
+def test_a_native_layer_runs_the_implementation_named_or_none() -> None:
+    model, given = native("minimax_m3_vl"), inputs(2, 9)
+    with pytest.raises(ValueError, match="layer 1: impl is one of reference"):
+        SparseCache(model, native=True, impl="flash")
+    expected = generate(model, plain(model), given)
+    with SparseCache(model, native=True, impl="reference") as cache:
+        same(generate(model, cache, given), expected)
 
 
 def test_models_that_native_refuses() -> None:
@@ -263,48 +268,6 @@ def test_models_that_native_refuses() -> None:
         SparseCache(model, native=True)
 
 
-def test_a_choice_of_another_form_is_refused() -> None:
-    module = native("minimax_m3_vl").model.layers[1].self_attn
-    ids = torch.zeros(1, 2, 1, 3, dtype=torch.int64)
-    for options, words in (
-        ({"indices": ids}, r"integers \[B,1,S\] are read"),
-        ({"block_indices": ids.float()}, r"integers \[B,Hs,1,S\] are read"),
-        ({}, "passes no indices"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            choice_of(module, options, None, tokens=1, columns=40, padded=False)
-    assert native_index(torch.nn.Identity(), {}) is None
+def test_lists_for_some_of_the_heads_are_refused() -> None:
     with pytest.raises(ModelError, match="layer 1 chooses for 4 of its 2 KV heads"):
         check_lists(1, 4, 2)
-
-
-@pytest.mark.parametrize("settings", [{"native": True}, {"selector": "quest:page=4", **SMALL}])
-def test_prompts_with_an_index_are_not_written(settings: dict[str, Any], tmp_path: Path) -> None:
-    model = native("minimax_m3_vl")
-    with SparseCache(model, dense_layers=[0], **settings) as cache, torch.no_grad():
-        model(**inputs(), **cache_argument(cache))
-        with pytest.raises(PromptFileError, match=r"layer 1: .* those of the model's own index"):
-            cache.save(tmp_path / "prompt")
-    assert not (tmp_path / "prompt").exists()
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=[] if name == "minimax_m3_vl" else SLOW)
-        for name in FAMILIES
-        if name not in ("qwen4_exp", "hy_v4")  # which pass no choice, or do more than softmax
-    ],
-)
-def test_native_attention_by_itself(family: str) -> None:
-    model, given = native(family, "sdpa"), inputs(2, 9)
-    expected = generate(model, plain(model), given)
-    model.set_attn_implementation(register())
-    same(generate(model, plain(model), given), expected)
-
-
-def test_native_attention_refuses_sinks() -> None:
-    model = native("hy_v4")
-    model.set_attn_implementation(register())
-    with pytest.raises(ModelError, match=r"learned sink .* use SparseCache\(native=True\)"):
-        model(inputs()["input_ids"])

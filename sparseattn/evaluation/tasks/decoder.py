@@ -18,7 +18,7 @@ from sparseattn.models.errors import ModelError
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Method, Roles
-from sparseattn.selectors.baselines.native import Native
+from sparseattn.selectors.baselines.native import NATIVE, Native
 
 MOST_ROWS = 1 << 30  # a window that holds every context
 
@@ -148,8 +148,9 @@ class ModelDecoder:
         return cache
 
     def start(self, indexed: Any, budget: Budget) -> ModelSession:
-        """Decoding from a copy of `indexed`, which stays as it is."""
-        return ModelSession(self, indexed.clone(budget))
+        """Decoding from a copy of `indexed`, which stays as it is; a model's own index goes by no budget."""
+        own = budget is None and indexed.selector == NATIVE
+        return ModelSession(self, indexed.clone() if own else indexed.clone(budget))
 
     def forward(self, cache: Any, tokens: Sequence[int], logits: int) -> Tensor:
         """The logits `[n,V]` behind the last `logits` tokens, behind all of them for 0."""
