@@ -10,11 +10,13 @@ from sparseattn.core.budget import Budget, budget_of
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
+from sparseattn.models.tensor_parallel import HeadShare
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import Share
 from sparseattn.roles.roles import Roles, ranges
+from sparseattn.selectors.baselines.native import NATIVE
 
 
 def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
@@ -36,6 +38,17 @@ def check_native(given: Mapping[str, object]) -> None:
                 f"native=True reads the rows that the model's own index chose, kept as they came: leave {name} out, "
                 f"got {value!r}"
             )
+
+
+def head_share(model: Any, found: Mapping[int, AttentionLayer], selector: object) -> HeadShare:
+    """Return which heads of every layer this process has; ModelError where that does not go with a native index."""
+    here = HeadShare.of(model, next(iter(found.values())).heads) if found else HeadShare()
+    if selector == NATIVE and here.size > 1:
+        raise ModelError(
+            f"native=True decodes by an index that all heads share, and {here.size} processes share the heads of "
+            f"{name_of(model)}: load it in one process"
+        )
+    return here
 
 
 def loaded_roles(
@@ -70,9 +83,16 @@ def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object, tru
 
 
 def dense_by_roles(
-    roles: Roles, model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
+    roles: Roles,
+    model: Any,
+    layers: Sequence[Any],
+    found: Mapping[int, AttentionLayer],
+    dense: Sequence[int],
+    here: HeadShare,
 ) -> tuple[int, ...]:
     """Return the layers to stay dense, in order: those in `dense`, and those whose heads all are dense by their role.
+
+    here: which heads of every layer this process has.
 
     Raises:
         ValueError: roles that do not fit the model: a layer that it does not have or that they leave out, another
@@ -86,7 +106,7 @@ def dense_by_roles(
     able = _whole_context(layers, found)
     for i in able:
         if i in found:  # what is not found cannot be sparse
-            roles.shares(i, found[i].heads)
+            roles.shares(i, here.every(found[i].heads))
     for i in roles.layers:
         if i not in able and not roles.dense(i):
             raise ValueError(
