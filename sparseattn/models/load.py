@@ -176,7 +176,7 @@ def _sharing(config: Any, name: str, processes: int) -> dict[str, Any]:
     if processes == 1:
         return {}
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", processes)
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % processes:
         raise ModelError(
             f"{processes} processes cannot share the {heads} KV heads of {name} evenly: start as many as divide {heads}"

@@ -7,8 +7,10 @@ a `SparseCache` there holds and chooses rows of these alone, and nothing of it i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from sparseattn.core.context import Heads
 from sparseattn.models.attention_routing import name_of
@@ -16,6 +18,8 @@ from sparseattn.models.errors import ModelError
 from sparseattn.roles.role import Share
 from sparseattn.selectors.abilities import ComparesHeads
 from sparseattn.selectors.base import Selector
+
+Counted = TypeVar("Counted")
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,12 @@ class HeadShare:
     Args:
         rank: of this process among those that share the model, from 0.
         size: how many these are; 1: it has all heads.
+        group: these processes; None: the default group of torch.distributed.
     """
 
     rank: int = 0
     size: int = 1
+    group: Any = field(default=None, compare=False)
 
     @classmethod
     def of(cls, model: Any, heads: int) -> HeadShare:
@@ -50,7 +56,7 @@ class HeadShare:
                 f"sparse attention needs the same number in each, so start as many processes as divide {every}"
             )
         mesh = mesh["tp"] if mesh.ndim > 1 else mesh
-        return cls(mesh.get_local_rank(), size)
+        return cls(mesh.get_local_rank(), size, mesh.get_group())
 
     def every(self, heads: int) -> int:
         """Return how many KV heads a layer has in all, of which `heads` are here."""
@@ -81,6 +87,14 @@ class HeadShare:
                 f"processes that share this model has {heads}: take a method that chooses for each KV head alone, such "
                 f"as quest or lowbit, or load the model in one process"
             )
+
+    def of_all(self, counted: Counted) -> list[Counted]:
+        """Return what every process has counted of its own heads; all of them call this together."""
+        if self.size == 1:
+            return [counted]
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, counted, group=self.group)
+        return every
 
     def require_whole(self, what: str) -> None:
         """Refuse, by ValueError, what is of all heads of a layer where other processes have the rest."""
