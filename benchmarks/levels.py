@@ -1,6 +1,7 @@
 """What a choice in two levels loses: pages of pages are scored first, and pages within the best of these alone.
 
-``python -m benchmarks.levels`` from the repository root writes ``benchmarks/results/levels.json``. Keys are drawn, rows
+``python -m benchmarks.levels`` from the repository root writes ``benchmarks/results/levels.json``; with ``--rows
+104857600`` it takes 5 GB and some minutes. Keys are drawn, rows
 of the same topic next to each other, as texts have them: how much is lost hangs on that, so two lengths of a topic are
 tried. An upper level joins the bounds of Quest's pages; a share of its entries is opened.
 """
@@ -28,16 +29,17 @@ def bounds(rows: int, topic: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     are about `[TOPICS,D]`."""
     draw = torch.Generator().manual_seed(seed)
     centres = torch.randn(TOPICS, SIZE, generator=draw)
-    low, high = [], []
+    low, high = torch.empty(2, rows // PAGE, SIZE)
     for first in range(0, rows, CHUNK):
         count = min(CHUNK, rows - first)
         begins = torch.rand(count, generator=draw) < 1 / topic
         about = torch.randint(TOPICS, (count,), generator=draw)[begins.cumsum(0) % count]
         keys = centres[about] + torch.randn(count, SIZE, generator=draw)
         pages = keys.view(-1, PAGE, SIZE)
-        low.append(pages.amin(1))
-        high.append(pages.amax(1))
-    return torch.cat(low), torch.cat(high), centres
+        own = slice(first // PAGE, (first + count) // PAGE)
+        torch.amin(pages, 1, out=low[own])
+        torch.amax(pages, 1, out=high[own])
+    return low, high, centres
 
 
 def scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -45,15 +47,25 @@ def scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return high @ query.relu() - low @ (-query).relu()
 
 
-def recall(query: Tensor, low: Tensor, high: Tensor, joined: int, opened: float, pages: int) -> tuple[float, float]:
-    """The share of the best pages that two levels find, and of the entries that they score."""
-    best = scores(query, low, high).topk(pages).indices
-    upper = len(low) // joined
-    least, most = low.view(upper, joined, -1).amin(1), high.view(upper, joined, -1).amax(1)
-    found = scores(query, least, most).topk(max(int(upper * opened), 1)).indices
+def recall(each: Tensor, above: Tensor, joined: int, opened: float, pages: int) -> tuple[float, float]:
+    """The share of the best pages that two levels find, and of the entries that they score.
+
+    Args:
+        each: `[P]`, the bound of every page.
+        above: the bound of every upper entry, of `joined` pages each.
+        opened: share of the upper entries whose pages are scored.
+        pages: that are chosen.
+    """
+    found = above.topk(max(int(len(above) * opened), 1)).indices
     inside = (found[:, None] * joined + torch.arange(joined)).flatten()
-    ranked = inside[scores(query, low[inside], high[inside]).topk(min(pages, len(inside))).indices]
-    return float(torch.isin(ranked, best).sum() / pages), (upper + len(inside)) / len(low)
+    ranked = inside[each[inside].topk(min(pages, len(inside))).indices]
+    best = each.topk(pages).indices
+    return float(torch.isin(ranked, best).sum() / pages), (len(above) + len(inside)) / len(each)
+
+
+def upper(low: Tensor, high: Tensor, joined: int) -> tuple[Tensor, Tensor]:
+    """The bounds of `joined` pages each, as one."""
+    return low.unflatten(0, (-1, joined)).amin(1), high.unflatten(0, (-1, joined)).amax(1)
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -62,11 +74,17 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         draw = torch.Generator().manual_seed(options.seed + 1)
         queries = centres[:: TOPICS // options.queries][: options.queries]
         queries = queries + 0.5 * torch.randn(queries.shape, generator=draw)
-        for joined in options.joined:
-            for opened in options.opened:
-                of_each = [recall(query, low, high, joined, opened, options.pages) for query in queries]
-                found, scored = (sum(part) / len(of_each) for part in zip(*of_each, strict=True))
-                yield {"topic": topic, "joined": joined, "opened": opened, "recall": found, "scored": scored}
+        levels = {joined: upper(low, high, joined) for joined in options.joined}
+        ways = [(joined, opened) for joined in options.joined for opened in options.opened]
+        sums = dict.fromkeys(ways, (0.0, 0.0))
+        for query in queries:
+            each = scores(query, low, high)
+            for joined, opened in ways:
+                both = recall(each, scores(query, *levels[joined]), joined, opened, options.pages)
+                sums[joined, opened] = tuple(map(sum, zip(sums[joined, opened], both, strict=True)))
+        for (joined, opened), of_all in sums.items():
+            found, scored = (part / len(queries) for part in of_all)
+            yield {"topic": topic, "joined": joined, "opened": opened, "recall": found, "scored": scored}
 
 
 def table(record: Any) -> Iterable[Table]:

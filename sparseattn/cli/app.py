@@ -45,7 +45,8 @@ GROUPS = {
         "info": "Show what runs here and all names (methods, traces, texts), or describe files.",
     },
 }
-SEVERAL = ("bench", "calibrate", "capture", "eval", "recall", "recommend", "train")  # divide their work under torchrun
+# Divide their work under torchrun.
+SEVERAL = ("bench", "calibrate", "capture", "eval", "lm-eval", "recall", "recommend", "train")
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 UsageError: Any = typer.BadParameter.__base__  # of click, which newer versions of typer hold inside
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import typer
@@ -26,12 +27,14 @@ from sparseattn.reporting.eval_records import Row
 from sparseattn.reporting.eval_tables import marked
 from sparseattn.utils.devices import usable_device
 from sparseattn.utils.locks import locked
-from sparseattn.utils.ranks import of_job
+from sparseattn.utils.ranks import of_job, of_model
 
 
 def run(options: EvalOptions) -> None:
     """Run `sparseattn eval`."""
-    ranks = of_job()
+    job = of_job()
+    sharing = of_model(job) if options.tensor_parallel else 1
+    ranks = None if sharing > 1 else job  # who divide the prompts
     if ranks and (options.endpoint or options.engine is EngineName.vllm):
         raise ValueError(
             f"eval by {ranks.count} processes of torchrun needs the model in each of them: a server or --engine vllm "
@@ -48,35 +51,45 @@ def run(options: EvalOptions) -> None:
     results_folder(options.out)
 
     with contextlib.ExitStack() as stack:
-        if not ranks or ranks.first:  # of two runs, each would write every record
+        if not job or job.first:  # of two runs, each would write every record
             stack.enter_context(locked(options.out / "eval.lock", f"--out {options.out}"))
         checked = not servers and check_before_loading(options.model_name, files.prompts, options)
         if servers or vllm:
             opened = stack.enter_context(served(options, servers) if servers else switched(options, settings_in_vllm))
         else:
-            opened = local(options, place)
+            opened = local(options, place, sharing)
         prompts = sources(options, files, opened.engine, opened.tokens, checked and not vllm)
         settings = _settings(options, opened.settings)
-        file = Records(options.out / "eval.jsonl", settings, ranks.rank if ranks else None)
+        writes = bool(ranks) or not job or job.first
+        file = Records(options.out / "eval.jsonl", settings, ranks.rank if ranks else None, writes)
+        if job:
+            job.meet()  # nobody writes before all have read
         if ranks:
             prompts = held(prompts)
-            ranks.meet()  # nobody writes before all have read
             share(ranks, prompts, opened.engine, file)
             if not ranks.first:
                 return
             file.read()
-        baseline = baseline_of(opened.engine)
-        shown: list[dict[str, Any]] = []
         records = stack.enter_context(contextlib.closing(measured(prompts, opened.engine, file)))
-        for _, column in itertools.groupby(records, lambda record: (record["task"], record.get("length"))):
-            whole = marked(list(column), baseline)  # what the baseline answers is known once the column is
-            shown += whole
-            if options.json:
-                typer.echo("\n".join(map(json.dumps, whole)))
+        if not writes:  # the first process has the same records
+            deque(records, maxlen=0)
+            return
+        shown = _shown(records, baseline_of(opened.engine), options.json)
         file.join(map(key_of, shown))
         show(shown, file.path, json=options.json, figures=options.figures)
         if lines:
             write_kvpress(shown, lines, options.out / "kvpress")
+
+
+def _shown(records: Iterable[dict[str, Any]], baseline: Row, as_json: bool) -> list[dict[str, Any]]:
+    """Return records with what the baseline makes of them (`marked`); as JSON they are printed column by column."""
+    shown: list[dict[str, Any]] = []
+    for _, column in itertools.groupby(records, lambda record: (record["task"], record.get("length"))):
+        whole = marked(list(column), baseline)  # what the baseline answers is known once the column is
+        shown += whole
+        if as_json:
+            typer.echo("\n".join(map(json.dumps, whole)))
+    return shown
 
 
 def _settings(options: EvalOptions, engine: Mapping[str, Any]) -> dict[str, Any]:

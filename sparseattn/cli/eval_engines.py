@@ -35,7 +35,7 @@ AT_ONCE = 4  # requests at a server, or prompts in vLLM
 # Options, as the command has them, that need the model's inside; and those among them that vLLM here takes.
 INSIDE = (
     *("selector", "roles", "plan", "budget", "protocol", "dense_layers", "sparse_layers", "sink", "window", "seal"),
-    *("kv_rows", "text", "last", "dtype", "device", "chunk"),
+    *("kv_rows", "text", "last", "dtype", "device", "tensor_parallel", "chunk"),
 )
 IN_VLLM = ("selector", "plan", "budget", "dense_layers", "sink", "window", "dtype")
 
@@ -55,19 +55,20 @@ class Opened:
     settings: Mapping[str, Any]
 
 
-def local(options: EvalOptions, place: torch.device) -> Opened:
+def local(options: EvalOptions, place: torch.device, processes: int = 1) -> Opened:
     """Return a model in this process.
 
     Args:
         options: of the command.
         place: the device.
+        processes: that share the model.
 
     Raises:
         ValueError: no such model, or layers that it does not have.
     """
     name = options.model_name
     stored = shared.torch_dtype(options.dtype)
-    model, tokenizer = open_model(name, stored, place)
+    model, tokenizer = open_model(name, stored, place, processes)
     tokens = Tokens(tokenizer, options.chat)
     wide = stored is torch.float32  # computed so on purpose, of a model that keeps 16 bits
     decoder = ModelDecoder(model, **options.zones, seal=options.seal, chunk=options.chunk, queries=options.learns)

@@ -32,9 +32,10 @@ SERVED = (defaults.SELECTOR, "lowbit:bits=1,page=16", "window")  # by vLLM
 GENERATED = "passkey,kv"
 BUDGETS = "64,256,1024"  # where none are asked for; those of them that a prompt is too short for change nothing
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
+ON_DEVICE = ("dtype", "device", "tensor_parallel")
 OF_PROMPTS = ("layout", "templates", "demos", "results")
 GROUPS = {  # of options, in help
-    "Who answers": ("model", "engine", "endpoint", "concurrency", "dtype", "device", "chunk", "chat"),
+    "Who answers": ("model", "engine", "endpoint", "concurrency", *ON_DEVICE, "chunk", "chat"),
     "Made-up questions": ("task", "lengths", "depths", "samples", "seed", "filler", "qa", "ruler_words"),
     "Agreement on a text": ("text", "last"),
     "Prompts from files": (*OF_PROMPTS[:3], "prompts", "scoring", "template", "tail", "max_length", "results"),
@@ -237,6 +238,7 @@ class EvalOptions:
     ] = False
     dtype: shared.ModelDtype = None
     device: shared.Device = None
+    tensor_parallel: shared.TensorParallel = False
     chunk: shared.Chunk = 2048
     out: Annotated[
         Path,

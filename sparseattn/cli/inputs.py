@@ -168,11 +168,11 @@ def say_terms(name: str) -> None:
         errors.print(f"{name}: {model.about}. Terms: {model.licence}", soft_wrap=True)
 
 
-def open_model(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
+def open_model(name: str, dtype: torch.dtype | None, device: torch.device, processes: int = 1) -> tuple[Any, Any]:
     """Return model and tokenizer (see `load_model`), fetched or converted where they are not here."""
     say_terms(name)
     with model_progress() as progress:
-        return load_model(name, dtype, device, progress)
+        return load_model(name, dtype, device, progress, processes)
 
 
 def open_tokenizer(name: str) -> Any:

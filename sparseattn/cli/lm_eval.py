@@ -21,4 +21,6 @@ def run(options: LmEvalOptions) -> None:
 
     given = arguments(options.context.args)
     say_terms(str(given.model_args.get("pretrained")))
-    table_screen().print(by_task(launched(given, settings)))
+    ran = launched(given, settings, options.tensor_parallel)
+    if ran is not None:
+        table_screen().print(by_task(ran))

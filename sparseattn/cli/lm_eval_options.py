@@ -57,6 +57,7 @@ class LmEvalOptions:
     roles: Annotated[Path | None, typer.Option(help="Roles file, instead of --selector.")] = None
     plan: Annotated[Path | None, typer.Option(help="Plan for this model, instead of --selector.")] = None
     trust: shared.Trust = None
+    tensor_parallel: shared.TensorParallel = False
 
     @cached_property
     def settings(self) -> SparseSettings:

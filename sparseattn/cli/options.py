@@ -150,6 +150,14 @@ Device = Annotated[
     str | None,
     typer.Option("--device", help="Where torch computes, such as cpu or cuda. Default: a GPU if there is one."),
 ]
+TensorParallel = Annotated[
+    bool,
+    typer.Option(
+        "--tensor-parallel",
+        help="The processes of torchrun share the model, each with its heads of every layer, where no device holds all "
+        "of it. Without it each has the whole model and takes its part of the prompts.",
+    ),
+]
 ReplayDevice = Annotated[
     str | None,
     typer.Option(

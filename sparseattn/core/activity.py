@@ -6,8 +6,8 @@ command carries them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -136,6 +136,18 @@ class Activity:
             f"{total.sparse_steps:,} sparse steps in {len(self.sparse_layers)} of {len(self.layers)} layers, "
             f"{100 * total.share:.1f} % of their rows read; {total.dense_steps:,} dense ones"
         )
+
+
+def of_heads(parts: Sequence[Activity]) -> Activity:
+    """Return the counts of a model from those of equal parts of its heads: bytes are added up, rows are their mean."""
+    whole, first = added(parts), parts[0]
+    joined = {i: _over_heads(counts, whole.layers[i], len(parts)) for i, counts in first.layers.items()}
+    return Activity(joined)
+
+
+def _over_heads(one: LayerActivity, whole: LayerActivity, parts: int) -> LayerActivity:
+    read = round(whole.rows_read / parts)
+    return replace(one, rows_read=read, bytes_read=whole.bytes_read, bytes_held=whole.bytes_held)
 
 
 def added(counts: Iterable[Activity]) -> Activity:

@@ -25,6 +25,10 @@ class Heads(NamedTuple):
     which: tuple[int, ...]
     of: int
 
+    def among(self, whole: Heads | None) -> Heads:
+        """Return the same heads by their numbers in a layer of which these are numbered among `whole`; None: all."""
+        return self if whole is None else Heads(tuple(whole.which[head] for head in self.which), whole.of)
+
 
 class RecordedIndex(NamedTuple):
     """What an index of a model's own chose.
@@ -47,7 +51,8 @@ class LayerContext:
     Args:
         layer: its number in the model.
         depth: layers of the model.
-        heads: the KV heads that the selector is shown, where others have another method (`roles`); None: all of them.
+        heads: the KV heads that the selector is shown, where others have another method (`roles`) or are in another
+            process (tensor parallelism); None: all of them.
         rope: the layer's rotary embedding, for methods that need keys before RoPE.
         scale: factor of the layer's logits; None: `1/sqrt(head_dim)`.
         key_bytes: bytes that an element of a key counts as, where a comparison computes in float32 what a model keeps

@@ -12,11 +12,13 @@ from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
 from sparseattn.models.native_index import INDEX_KEYS
+from sparseattn.models.tensor_parallel import HeadShare
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import Share
 from sparseattn.roles.roles import Roles, ranges
+from sparseattn.selectors.baselines.native import NATIVE
 
 
 def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
@@ -53,6 +55,17 @@ def check_native(given: Mapping[str, object], function: Callable[..., Any]) -> N
             raise ValueError(f"beside native=True {why}: leave {name} out, got {given[name]!r}")
 
 
+def head_share(model: Any, found: Mapping[int, AttentionLayer], selector: object) -> HeadShare:
+    """Return which heads of every layer this process has; ModelError where that does not go with a native index."""
+    here = HeadShare.of(model, next(iter(found.values())).heads) if found else HeadShare()
+    if selector == NATIVE and here.size > 1:
+        raise ModelError(
+            f"native=True decodes by an index that all heads share, and {here.size} processes share the heads of "
+            f"{name_of(model)}: load it in one process"
+        )
+    return here
+
+
 def loaded_roles(
     given: Roles | str | os.PathLike[str] | None, selector: object, trusted: Collection[str]
 ) -> Roles | None:
@@ -85,9 +98,16 @@ def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object, tru
 
 
 def dense_by_roles(
-    roles: Roles, model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
+    roles: Roles,
+    model: Any,
+    layers: Sequence[Any],
+    found: Mapping[int, AttentionLayer],
+    dense: Sequence[int],
+    here: HeadShare,
 ) -> tuple[int, ...]:
     """Return the layers to stay dense, in order: those in `dense`, and those whose heads all are dense by their role.
+
+    here: which heads of every layer this process has.
 
     Raises:
         ValueError: roles that do not fit the model: a layer that it does not have or that they leave out, another
@@ -101,7 +121,7 @@ def dense_by_roles(
     able = _whole_context(layers, found)
     for i in able:
         if i in found:  # what is not found cannot be sparse
-            roles.shares(i, found[i].heads)
+            roles.shares(i, here.every(found[i].heads))
     for i in roles.layers:
         if i not in able and not roles.dense(i):
             raise ValueError(

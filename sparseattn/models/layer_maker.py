@@ -21,6 +21,7 @@ from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.exchanged_layer import ExchangedLayer, ExpandedLayer
 from sparseattn.models.sparse_heads import SparseHeads
 from sparseattn.models.sparse_layer import SparseLayer
+from sparseattn.models.tensor_parallel import HeadShare
 from sparseattn.roles.role import Share
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.abilities import LooksAhead
@@ -40,6 +41,7 @@ class LayerMaker:
         seal: as in `KVCache`; None: the unit of each selector.
         board: on which layers leave choices for those behind.
         impl: as in `attend`.
+        here: which heads of every layer this process has.
     """
 
     layers: Mapping[int, AttentionLayer]
@@ -49,6 +51,7 @@ class LayerMaker:
     seal: int | None
     board: Board
     impl: str | None
+    here: HeadShare
 
     def layer(self, index: int, budget: Budget) -> SparseLayer:
         """Return a layer, with `budget` for those of its methods that have none of their own.
@@ -74,12 +77,15 @@ class LayerMaker:
     def _shares(self, index: int) -> list[Share]:
         """Return which heads of a layer have which method."""
         if isinstance(self.methods, Roles):
-            return self.methods.shares(index, self.layers[index].heads)
+            heads = self.layers[index].heads
+            return self.here.of_shares(self.methods.shares(index, self.here.every(heads)), heads)
         return [Share(as_selector(checks.of_layer(self.methods, index)))]
 
     def _selector(self, share: Share, index: int) -> Selector:
         what = self.layers[index]
-        return share.fresh(LayerContext(index, self.depth, rope=what.rope, scale=what.scale, board=self.board))
+        self.here.check(share.selector, what.heads)
+        heads = self.here.heads(what.heads)
+        return share.fresh(LayerContext(index, self.depth, heads, what.rope, what.scale, board=self.board))
 
     def _try_out(self, share: Share, index: int, budget: Budget) -> None:
         """Decode once over a few random rows of the shape of a layer's heads."""

@@ -39,6 +39,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
+    processes: int = 1,
 ) -> tuple[Any, Any]:
     """Return a causal LM in eval mode and its tokenizer, or None for a byte model (256 tokens, no tokenizer files).
 
@@ -50,10 +51,12 @@ def load_model(
         dtype: of the weights; as they are stored by default (float32 for the reference model).
         device: where to put the model; by default a CUDA device if there is one, else the CPU.
         progress: called with the current action, steps done and all steps, while a model is fetched or converted.
+        processes: of `torchrun` that share its layers, each with its own heads (transformers' `tp_plan="auto"`): all of
+            them, and they call this together.
 
     Raises:
         ModelError: no such folder, hub or package index out of reach, not a causal LM, a faulty config.json, weights of
-            other shapes, no tokenizer, no such device or no room on it.
+            other shapes, no tokenizer, no such device or no room on it; a model that cannot be shared.
     """
     _check_transformers("a model")
     try:
@@ -62,7 +65,7 @@ def load_model(
         raise ModelError(str(error)) from error
     if dtype is None and path_or_id == REFERENCE and isinstance(path_or_id, str):
         dtype = torch.float32  # it is stored in float16, for its size
-    return _pretrained(folder_of(path_or_id, progress), dtype, place)
+    return _pretrained(folder_of(path_or_id, progress), dtype, place, processes)
 
 
 def folder_of(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> str:
@@ -137,7 +140,7 @@ def _config(name: str) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
-def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
+def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device, processes: int) -> tuple[Any, Any]:
     """`load_model` of what `folder_of` gave."""
     from transformers import AutoModelForCausalLM
 
@@ -151,6 +154,7 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # to refuse them below: transformers would print a table of them
                 output_loading_info=True,
+                **_sharing(config, name, processes),
             )
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):
@@ -159,8 +163,32 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
                 ) from error
             raise
         _check_loaded(name, loading)
-        model = model.to(device).eval()
+        model = (model.to(device) if processes == 1 else model).eval()
     return model, _tokenizer(name, config)
+
+
+def _sharing(config: Any, name: str, processes: int) -> dict[str, Any]:
+    """Return what transformers is told so that so many processes share a model's layers; nothing for one.
+
+    Raises:
+        ModelError: heads that they cannot share evenly, or a model that transformers has no plan for.
+    """
+    if processes == 1:
+        return {}
+    text = config.get_text_config(decoder=True)
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % processes:
+        raise ModelError(
+            f"{processes} processes cannot share the {heads} KV heads of {name} evenly: start as many as divide {heads}"
+        )
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ModelError(f"transformers has no tensor-parallel plan for {config.model_type} models, such as {name}")
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_size=processes, tp_plan="auto")}
+    except (ImportError, TypeError):  # older releases
+        return {"tp_plan": "auto"}
 
 
 def _tokenizer(name: str, config: Any) -> Any:

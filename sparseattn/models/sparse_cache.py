@@ -173,9 +173,10 @@ class SparseCache(EditedCache):
     def _made_layers(self, dense_layers: int | Sequence[int], impl: str | None) -> list[Any]:
         """Return the model's layers, those that are to be sparse in place of transformers' own."""
         layers, found = DynamicCache(config=self.model.config).layers, self.prepared.layers
+        self.here = here = checks.head_share(self.model, found, self.selector)
         self.dense_layers = checks.dense_layers(dense_layers, len(layers))
         if self.roles is not None:
-            self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, found, self.dense_layers)
+            self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, found, self.dense_layers, here)
         self._passes = Passes([index for index, what in found.items() if what.beyond is None])
         if self.selector == NATIVE:
             made = native_layers(self.model, found, self.dense_layers, self._settings["capacity"], impl)
@@ -184,7 +185,7 @@ class SparseCache(EditedCache):
         for name, given in (("selector", self.selector), ("budget", self.budget)):
             checks.check_mapping(name, given, sparse)
         methods = self.selector if self.roles is None else self.roles
-        maker = LayerMaker(found, len(layers), methods, self._settings, self._seal, self.board, impl)
+        maker = LayerMaker(found, len(layers), methods, self._settings, self._seal, self.board, impl, here)
         for index in sparse:
             layers[index] = maker.layer(index, checks.of_layer(self.budget, index))
         return layers
@@ -269,6 +270,7 @@ class SparseCache(EditedCache):
         """
         if not self._passes.whole(self.layers):
             raise RuntimeError("a forward pass was cut short, and its layers hold different tokens: crop(0) first")
+        self.here.require_whole("a prompt cache")
         prompt_files.save(self, path)
 
     def load(self, path: str | os.PathLike[str]) -> SparseCache:
@@ -285,6 +287,7 @@ class SparseCache(EditedCache):
             raise ValueError(
                 f"a prompt cache is loaded into an empty SparseCache, and this one has {self._tokens()} tokens"
             )
+        self.here.require_whole("a prompt cache")
         self._real.real = prompt_files.load(self, path)
         self._dtype = self.model.dtype
         return self

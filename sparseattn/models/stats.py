@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,20 @@ class Stats:
         total = sum(layer.bytes_share * layer.sparse_calls for layer in sparse)
         return total / self.sparse_calls if sparse else math.nan
 
+    @classmethod
+    def of_heads(cls, parts: Sequence[Stats]) -> Stats:
+        """Return the counts of a model from those of equal parts of its heads: their means."""
+        layers = [_over_heads(of_layer) for of_layer in zip(*(part.layers for part in parts), strict=True)]
+        return cls(parts[0].protocol, tuple(layers))
+
     def __str__(self) -> str:
         share = self.rows / self.context if self.context else 0.0
         return (
             f"{self.sparse_calls} sparse attention calls, {self.rows:.1f} of {self.context:.1f} rows read "
             f"({100 * share:.1f} %); {self.dense_calls} dense ones; prompt {self.protocol}"
         )
+
+
+def _over_heads(parts: Sequence[LayerStats]) -> LayerStats:
+    rows, share = (sum(getattr(one, name) for one in parts) / len(parts) for name in ("rows", "bytes_share"))
+    return replace(parts[0], rows=rows, bytes_share=share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -17,8 +17,14 @@ BEGINNING = 64  # entries of each parameter
 
 def fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """Of names and parameters. In bfloat16, so that a model loaded in 32 bits and in 16 has one fingerprint."""
-    parts = {name: value.detach().flatten()[:BEGINNING].to(torch.bfloat16) for name, value in parameters}
+    parts = {name: _whole(value.detach()).flatten()[:BEGINNING].to(torch.bfloat16) for name, value in parameters}
     return tensors_hash(parts)[:16]
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a parameter of which processes may have a part each, one at a time: all of them come here together."""
+    gathered: Callable[[], Tensor] | None = getattr(value, "full_tensor", None)
+    return value if gathered is None else gathered()
 
 
 def of_folder(folder: str | os.PathLike[str]) -> list[str]:

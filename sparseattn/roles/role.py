@@ -119,9 +119,13 @@ class Share:
         return parse_budget(asked if self.role is None or self.role.budget is None else self.role.budget)
 
     def fresh(self, layer: LayerContext) -> Selector:
-        """Return a selector for its heads in a layer of a model, bound to what is known of it."""
+        """Return a selector for its heads in a layer of a model, bound to what is known of it.
+
+        `layer.heads` are those that this process has, where others have the rest; its own are numbered among them.
+        """
         key_bytes = self.selector.layer_context.key_bytes if layer.key_bytes is None else layer.key_bytes
-        return self.selector.for_layer(replace(layer, heads=self.heads, key_bytes=key_bytes))
+        heads = layer.heads if self.heads is None else self.heads.among(layer.heads)
+        return self.selector.for_layer(replace(layer, heads=heads, key_bytes=key_bytes))
 
     def of(self, x: Tensor, dim: int = 1) -> Tensor:
         """Its heads of all a layer's in a dimension; a view where they are neighbours."""

@@ -114,6 +114,25 @@ def of_job() -> JobRanks | None:
     return JobRanks(rank, count, PrefixStore("sparseattn", store))
 
 
+def of_model(ranks: JobRanks | None) -> int:
+    """Return how many processes share a model's layers where a command was asked to have it so.
+
+    Raises:
+        ValueError: there is one process, or they are on several nodes.
+    """
+    if not ranks:
+        raise ValueError(
+            "--tensor-parallel is of several processes, each with its heads of the model: start the command with "
+            "torchrun --nproc-per-node N -m sparseattn, N a divisor of the model's KV heads"
+        )
+    if (local := int(os.environ.get("LOCAL_WORLD_SIZE", ranks.count))) != ranks.count:
+        raise ValueError(
+            f"--tensor-parallel is of the processes of one node, and {local} of {ranks.count} are on this one: start "
+            f"torchrun with --nnodes 1"
+        )
+    return ranks.count
+
+
 def in_turn(ranks: JobRanks | None) -> contextlib.AbstractContextManager[None]:
     """Let the first process alone run the block before the others do: for what one makes and all find made."""
     return _in_turn(ranks) if ranks else contextlib.nullcontext()

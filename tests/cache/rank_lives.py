@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +13,7 @@ from sparseattn import KVCache, decode
 from sparseattn.cache.ranks import Ranks
 from sparseattn.core.rank_traffic import traffic
 from tests.cases import CASES, attention, full
+from tests.ranks import main
 
 CASE = {case.name: case for case in CASES}
 PROMPT, LENGTHS, STEPS, BUDGET = 192, (192, 131, 70), 40, 64
@@ -167,17 +163,5 @@ def lives(names: dict[str, list[str]], size: int) -> Iterator[tuple[str, Any]]:
             yield f"refused {ranks}", refused(Ranks(group))
 
 
-def main(rank: int, size: int, folder: str, names: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    found = dict(lives(json.loads(names), size))
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # threads of gloo and numba are not waited for
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(lives)

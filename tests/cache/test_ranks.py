@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,9 @@ from sparseattn.cache import rank_checks
 from sparseattn.cache.rank_choice import require_scores
 from sparseattn.core.deal import Deal
 from tests.cases import CASES, Case, missing
+from tests.ranks import found
 
-ROOT = Path(__file__).parents[2]
+LIVES = "tests.cache.rank_lives"
 FEW = ["quest", "quest-each", "lowbit", "lowbit-page", "exact-group", "mean", "recent", "window"]
 
 TIES = {"hata", "hata-each"}  # distances are whole numbers: which of equally distant rows are read is left open
@@ -37,27 +34,6 @@ def allowed(case: Case, exact: bool) -> bool:
     except ValueError:
         return False
     return True
-
-
-def found(folder: Path, ranks: int, names: dict[str, list[str]], timeout: int) -> dict[str, list[Any]]:
-    """What `ranks` processes found, by life: a list over its ranks."""
-    command = [sys.executable, "-m", "tests.cache.rank_lives"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(folder), json.dumps(names)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=timeout)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert all(process.returncode == 0 for process in running), "\n".join(said)
-    of_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    return {name: [own[name] for own in of_rank if name in own] for name in of_rank[0]}
 
 
 def check(lives: dict[str, list[Any]]) -> None:
@@ -88,7 +64,7 @@ def check(lives: dict[str, list[Any]]) -> None:
 
 
 def test_two_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
-    check(found(tmp_path, 2, {"exact": FEW, "union": ["quest"]}, 100))
+    check(found(LIVES, tmp_path, 2, {"exact": FEW, "union": ["quest"]}, 100))
 
 
 @pytest.mark.slow
@@ -98,13 +74,13 @@ def test_every_method_over_one_to_four_ranks(part: int, tmp_path: Path) -> None:
         "exact": [case.name for case in CASES if allowed(case, exact=True) and case.name not in TIES][part::4],
         "union": [case.name for case in CASES if allowed(case, exact=False) and case.exhaustive][part::4],
     }
-    check(found(tmp_path, 4, names, 590))
+    check(found(LIVES, tmp_path, 4, names, 590))
 
 
 @pytest.mark.slow
 def test_a_model_over_ranks_generates_what_one_process_does(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    check(found(tmp_path, 3, {"exact": [], "union": [], "generate": ["quest:page=8", "lowbit:rows=16"]}, 590))
+    check(found(LIVES, tmp_path, 3, {"exact": [], "union": [], "generate": ["quest:page=8", "lowbit:rows=16"]}, 590))
 
 
 def test_a_deal_is_a_partition_in_whole_units() -> None:

@@ -229,3 +229,21 @@ def test_what_cannot_be_divided_is_refused(trace: Path, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=300)
     assert process.returncode != 0
     assert "info takes one process, and torchrun has started 2" in errors
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_model_leave_the_records_of_one(tmp_path: Path) -> None:
+    """Each has its heads of every layer, and all answer every prompt; a run by two goes on by one and by none."""
+    finished(1, "eval", *EVAL, "--out", tmp_path / "one")
+    for count, task in ((2, "passkey"), (1, "passkey,kv")):
+        more = ["--tensor-parallel"] * (count > 1)
+        printed = finished(count, "eval", *EVAL, *more, "--task", task, "--out", tmp_path / "shared")
+        assert len(printed.splitlines()) == len(records(tmp_path / "shared" / "eval.jsonl"))
+    one, two = (records(tmp_path / name / "eval.jsonl") for name in ("one", "shared"))
+    assert len(one) == len(two)
+    assert [each["answers"] for each in one] == [each["answers"] for each in two]
+    for mine, theirs in zip(one, two, strict=True):
+        for name, value in mine.items():
+            assert theirs[name] == (pytest.approx(value, abs=1e-4) if isinstance(value, float) else value), name
+    process = started(1, "eval", *EVAL, "--tensor-parallel", "--out", tmp_path / "alone")
+    assert "start the command with torchrun" in process.communicate(timeout=300)[1]

@@ -14,6 +14,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import setup_logging, simple_parse_args_string
 
 from sparseattn.evaluation.harness.model import NAME
+from sparseattn.evaluation.harness.processes import spread_responses
 from sparseattn.evaluation.harness.report import taken
 from sparseattn.evaluation.harness.server import NAME as SERVER
 from sparseattn.evaluation.harness.server import refuse_logprobs
@@ -21,6 +22,7 @@ from sparseattn.evaluation.harness.settings import SparseSettings
 from sparseattn.evaluation.harness.tasks import asking_logprobs
 from sparseattn.models.load import folder_of
 from sparseattn.serving.metrics import address_of_metrics
+from sparseattn.utils.ranks import JobRanks, job_rank, of_job, of_model
 
 SERVERS = ("local-completions", SERVER)
 
@@ -41,17 +43,20 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def run(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
-    """Run lm-eval, and return what ran, as its results have it.
+def run(given: argparse.Namespace, settings: SparseSettings, sharing: bool = False) -> dict[str, Any] | None:
+    """Run lm-eval, and return what ran, as its results have it; None in all processes but the first.
 
     Args:
         given: lm-eval's arguments.
         settings: how to decode.
+        sharing: whether the processes of torchrun share the model's heads; else they divide the documents.
 
     Raises:
         ValueError: another model than ours, settings that do not fit, or a run of which no step was sparse.
     """
+    ranks = of_job()
     if given.model in SERVERS:
+        _check_alone(ranks)
         return _run_server(given, settings)
     if given.model != NAME:
         raise ValueError(
@@ -63,15 +68,26 @@ def run(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
     if twice := sorted(given.model_args.keys() & {one.name for one in fields(settings)}):
         raise ValueError(f"{', '.join(twice)} are options of this command, and not of --model_args")
     folder = folder_of(str(given.model_args["pretrained"]))
+    shared = {"tp_plan": "auto"} if sharing and of_model(ranks) > 1 else {}
     # Tasks that make their prompts, such as RULER's, count them by this tokenizer.
     given.metadata = {"tokenizer": folder, **given.metadata}
     if given.use_cache:  # lm-eval finds responses by their prompt alone, whoever gave them
         given.use_cache = f"{given.use_cache}-{settings.digest({**given.model_args, 'pretrained': folder})}"
-    given.model_args = {**given.model_args, **settings.given()}
+        spread_responses(given.use_cache, ranks, sharing)
+    given.model_args = {**given.model_args, **settings.given(), **shared}
     return _launched(given)
 
 
-def _run_server(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
+def _check_alone(ranks: JobRanks | None) -> None:
+    """ValueError for several processes that would ask a server the same."""
+    if ranks:
+        raise ValueError(
+            f"a server answers one process, and torchrun has started {ranks.count}: start lm-eval without torchrun, "
+            f"and let it ask several at once (num_concurrent in --model_args)"
+        )
+
+
+def _run_server(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any] | None:
     """Ask a server.
 
     Raises:
@@ -95,14 +111,13 @@ def _run_server(given: argparse.Namespace, settings: SparseSettings) -> dict[str
     return _launched(given)
 
 
-def _launched(given: argparse.Namespace) -> dict[str, Any]:
-    """Run lm-eval, and return what it says of what ran."""
-    setup_logging()
+def _launched(given: argparse.Namespace) -> dict[str, Any] | None:
+    """Run lm-eval, and return what it says of what ran; None where another process says it."""
+    setup_logging(*(["ERROR"] if job_rank() else []))
     taken()
     with _in_a_sentence():
         given.func(given)
-    (record,) = taken()
-    return record
+    return None if job_rank() else taken()[0]
 
 
 @contextlib.contextmanager

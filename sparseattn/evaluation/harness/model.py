@@ -20,9 +20,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseattn.core.activity import Activity
+from sparseattn.core.activity import Activity, of_heads
 from sparseattn.core.no_effect import idle_budget, idle_layers, refuse
 from sparseattn.evaluation.harness.forced import Forced, predicted
+from sparseattn.evaluation.harness.processes import gathered, in_order, joined
 from sparseattn.evaluation.harness.report import finished
 from sparseattn.evaluation.harness.settings import SparseSettings
 from sparseattn.evaluation.harness.tails import PromptTail
@@ -33,6 +34,7 @@ from sparseattn.models.errors import ModelError
 from sparseattn.models.load import folder_of, has_tokenizer
 from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.utils.devices import usable_device
+from sparseattn.utils.ranks import job_rank, job_size
 
 NAME = "sparseattn"
 
@@ -48,7 +50,7 @@ class SparseLM(HFLM):
         hf: further arguments of `HFLM`.
 
     Raises:
-        ModelError: no such model, one without a tokenizer, no causal LM, or several processes.
+        ModelError: no such model, one without a tokenizer, or no causal LM.
         ValueError: settings that do not fit the model.
     """
 
@@ -65,17 +67,16 @@ class SparseLM(HFLM):
         super().__init__(source, device=device or str(usable_device(None)), **hf)
         if self.backend != "causal":
             raise ModelError(f"{pretrained} is no causal LM, and sparse attention is of their decoding")
-        if self.world_size > 1:
-            raise ModelError(
-                f"--model {NAME} runs in one process, as its steps are counted there; this is one of {self.world_size}"
-            )
+        self._shared = hf.get("tp_plan") is not None  # by all processes, each of which asks everything
+        if isinstance(pretrained, str) and not self._shared:
+            self._rank, self._world_size = job_rank(), job_size()
         self._empty: SparseCache = self.settings.cache(self.model)
         if not self._empty.sparse_layers:
             whole = SparseCache(self.model, "window", None)
             refuse(idle_layers(self.settings.dense_layers, max(whole.sparse_layers)))
         self._tails: dict[str, PromptTail] = {}  # by prompt, of the task that is asked
         self._batch: list[PromptTail] = []  # of the batch that was encoded last
-        self.tally = Tally(self.settings.to_dict())
+        self.tally = self._counted = Tally(self.settings.to_dict())
 
     # -- task by task --------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class SparseLM(HFLM):
             tail = 1 if text is None else self._tails[text[0]].tokens
             wanted.append(Forced.of(context, continuation, tail, self.max_length))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests")
+        bar = tqdm(total=len(requests), disable=disable_tqdm or job_rank() > 0, desc="Running loglikelihood requests")
         for numbers, logits, ran in predicted(self.model, self._empty, wanted, self._sequences(requests, override_bs)):
             self._note(ran)
             behind = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
@@ -200,7 +201,7 @@ class SparseLM(HFLM):
     # -- what ran ------------------------------------------------------------------------------------------------------
 
     def _note(self, ran: Activity) -> None:
-        self.tally.add(ran)
+        self.tally.add(of_heads(self._empty.here.of_all(ran)))
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Take lm-eval's hook, which keeps responses; what they took to make is kept beside them."""
@@ -213,4 +214,20 @@ class SparseLM(HFLM):
         Raises:
             NothingSparse: no step of a task was sparse.
         """
-        return {**super().get_model_info(), NAME: finished(self.tally.record())}
+        return {**super().get_model_info(), NAME: finished(self._counted.record())}
+
+    # -- several processes ---------------------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return this process's number for each: lm-eval repeats requests until all have as many, for models whose
+        passes wait for each other, as these do not."""
+        return tensor.reshape(-1).repeat(self.world_size)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Return, in process `dst`, what all have found, in the order of one process."""
+        every = [obj] if self.world_size == 1 else gathered(obj, dst)
+        return every if every is None else [in_order(every)]
+
+    def barrier(self) -> None:
+        """Bring the counts to the first process, where lm-eval has the processes wait for each other."""
+        self._counted = self.tally if self.world_size == 1 else joined(self.tally)

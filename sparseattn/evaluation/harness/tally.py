@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from sparseattn.core.activity import Activity, added
 from sparseattn.evaluation.harness.tails import PromptTail
@@ -13,6 +14,31 @@ KEY = "sparseattn activity of "  # of a task, among lm-eval's responses, whose k
 
 class NothingSparse(ValueError):
     """A run of which no step was sparse: its scores would say nothing of the method."""
+
+
+@dataclass(frozen=True)
+class TailsFound:
+    """The tails of a task's prompts.
+
+    Args:
+        least, most: tokens of the shortest and the longest.
+        rules: by which they were found.
+    """
+
+    least: int
+    most: int
+    rules: frozenset[str]
+
+    def joined(self, other: TailsFound) -> TailsFound:
+        """Return those of both."""
+        return TailsFound(min(self.least, other.least), max(self.most, other.most), self.rules | other.rules)
+
+    def __str__(self) -> str:
+        rules = ", ".join(sorted(self.rules))
+        return f"{self.least} to {self.most} ({rules})" if self.least < self.most else f"{self.least} ({rules})"
+
+
+Counts: TypeAlias = "tuple[Mapping[str, Activity], Mapping[str, Activity], Mapping[str, TailsFound]]"
 
 
 class Tally:
@@ -25,8 +51,8 @@ class Tally:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self.ran: dict[str, Activity] = {}
-        self.tails: dict[str, str] = {}
-        self._earlier: dict[str, Activity] = {}
+        self.tails: dict[str, TailsFound] = {}
+        self.earlier: dict[str, Activity] = {}  # of the responses that were kept
         self._kept: MutableMapping[str, Any] | None = None
         self._task = ""
 
@@ -36,7 +62,7 @@ class Tally:
         if kept is not None:
             for key in list(kept.keys()):
                 if key.startswith(KEY):
-                    self._earlier[key[len(KEY) :]] = Activity.from_dict(kept[key])
+                    self.earlier[key[len(KEY) :]] = Activity.from_dict(kept[key])
 
     def begin(self, task: str, tails: Iterable[PromptTail] = ()) -> None:
         """Begin to count for a task, whose prompts have these tails."""
@@ -44,8 +70,7 @@ class Tally:
         self.ran.setdefault(task, Activity())
         if found := list(tails):
             least, most = (pick(tail.tokens for tail in found) for pick in (min, max))
-            rules = ", ".join(sorted({tail.rule for tail in found}))
-            self.tails[task] = f"{least} to {most} ({rules})" if least < most else f"{least} ({rules})"
+            self.tails[task] = TailsFound(least, most, frozenset(tail.rule for tail in found))
 
     def add(self, ran: Activity) -> None:
         """Count for the task that has begun."""
@@ -55,12 +80,23 @@ class Tally:
 
     def of(self, task: str) -> Activity:
         """Return what ran for a task, in this run and for the responses that were kept."""
-        return self._earlier.get(task, Activity()) + self.ran.get(task, Activity())
+        return self.earlier.get(task, Activity()) + self.ran.get(task, Activity())
 
     @property
     def tasks(self) -> list[str]:
         """Those that were counted."""
-        return list({**self.ran, **self._earlier})
+        return list({**self.ran, **self.earlier})
+
+    def of_all(self, every: Sequence[Counts]) -> Tally:
+        """Return the counts of several processes, each of which has asked a part of every task."""
+        whole = Tally(self.settings)
+        for ran, earlier, tails in every:
+            for into, counts in ((whole.ran, ran), (whole.earlier, earlier)):
+                for task, one in counts.items():
+                    into[task] = into.get(task, Activity()) + one
+            for task, found in tails.items():
+                whole.tails[task] = found.joined(whole.tails.get(task, found))
+        return whole
 
     def record(self) -> dict[str, Any]:
         """Return settings and counts as results have them.
@@ -75,8 +111,8 @@ class Tally:
             )
         tasks = {
             task: {
-                "tail_tokens": self.tails.get(task),
-                "of_kept_responses": self._earlier.get(task, Activity()).total.sparse_steps,
+                "tail_tokens": str(self.tails[task]) if task in self.tails else None,
+                "of_kept_responses": self.earlier.get(task, Activity()).total.sparse_steps,
                 **self.of(task).to_dict(),
             }
             for task in self.tasks

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from sparseattn.codecs.base import RowCodec
+from sparseattn.core.activity import of_heads
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
+from sparseattn.models.stats import Stats
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Method, Roles
@@ -184,7 +186,8 @@ class ModelSession:
         """`rows` attended by a query head of a sparse layer, of `context` rows stored, and the share of these rows'
         bytes that were read, to choose too (None where the selector does not say); means over the tokens. Layers that
         roles leave dense count, with all their rows. `activity` has the counts by layer."""
-        stats = self._cache.stats()
+        here = self._cache.here  # of processes that share the model's heads
+        stats = Stats.of_heads(here.of_all(self._cache.stats()))
         context = self._held / max(self._fed, 1)
         share, rows = (stats.bytes_share, stats.rows) if stats.sparse_calls else (1.0, context)
         if (roles := self._cache.roles) is not None:
@@ -196,7 +199,7 @@ class ModelSession:
             "rows": rows,
             "context": context,
             "bytes_share": None if math.isnan(share) else share,
-            "activity": self._cache.activity().to_dict(),
+            "activity": of_heads(here.of_all(self._cache.activity())).to_dict(),
             "sparse_calls": stats.sparse_calls,
             "dense_calls": stats.dense_calls,
         }

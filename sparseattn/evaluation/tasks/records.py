@@ -67,6 +67,7 @@ class Records:
         path: the file; its folder exists.
         settings: what every record's numbers depend on beyond its own `KEY`; it becomes part of each.
         rank: of this process among several that write, see `LinesFile`; what their parts hold is found too.
+        writes: whether new records go to the file; else another process that makes the same ones writes them.
 
     Attributes:
         found: the records by key, those of parts behind those of the file.
@@ -76,8 +77,10 @@ class Records:
         ValueError: it holds records of other settings, or lines that are no records; names file and line.
     """
 
-    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], rank: int | None = None) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], settings: Mapping[str, Any], rank: int | None = None, writes: bool = True
+    ) -> None:
+        self.path, self.writes = Path(path), writes
         self.settings = json.loads(json.dumps(settings))
         self.found: dict[Key, dict[str, Any]] = {}
         self._file = LinesFile(self.path, rank)
@@ -137,6 +140,7 @@ class Records:
         except ValueError as error:
             what = ", ".join(f"{name} {record.get(name)}" for name in ("task", "protocol", "method", "budget"))
             raise ValueError(f"what was measured ({what}) cannot be kept: {error}") from None
-        kept = self._file.append({**record, "settings": self.settings})
+        whole = {**record, "settings": self.settings}
+        kept = self._file.append(whole) if self.writes else json.loads(json.dumps(whole))
         self.found[key_of(kept)] = kept
         return kept

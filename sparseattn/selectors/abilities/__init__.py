@@ -4,6 +4,7 @@ May use `core` and `kernels`.
 """
 
 from sparseattn.selectors.abilities.biases import Biases
+from sparseattn.selectors.abilities.compares_heads import ComparesHeads
 from sparseattn.selectors.abilities.estimates_mass import EstimatesMass
 from sparseattn.selectors.abilities.evicts import Evicts
 from sparseattn.selectors.abilities.follows_layers import FollowsLayers
@@ -22,6 +23,7 @@ from sparseattn.selectors.abilities.weighs_near import WeighsNear
 
 __all__ = [
     "Biases",
+    "ComparesHeads",
     "EstimatesMass",
     "Evicts",
     "FollowsLayers",

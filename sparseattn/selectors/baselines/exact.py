@@ -11,14 +11,14 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Scan, products
 from sparseattn.kernels.row_scores.dispatch import row_scores
-from sparseattn.selectors.abilities import EstimatesMass, ReadsKeys, SharesScores
+from sparseattn.selectors.abilities import ComparesHeads, EstimatesMass, ReadsKeys, SharesScores
 from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
 from sparseattn.selectors.checks import check_group
 
 LAYER = "layer"
 
 
-class Exact(ReadsKeys, EstimatesMass, SharesScores, Selector):
+class Exact(ComparesHeads, ReadsKeys, EstimatesMass, SharesScores, Selector):
     """Scores every sealed key and reads the best: with `group="each"`, recall@k is 1 for every k up to the budget.
 
     Args:
@@ -42,6 +42,8 @@ class Exact(ReadsKeys, EstimatesMass, SharesScores, Selector):
         self.queries_seen = 0
 
     def has(self, ability: type) -> bool:
+        if ability is ComparesHeads:
+            return self.group == LAYER
         # A choice that is kept was weighed for another query, and one for all heads of a layer would be cut apart.
         weighs = self.refresh == 1 and self.group != LAYER
         return super().has(ability) and (weighs or ability not in (EstimatesMass, SharesScores))

@@ -13,14 +13,14 @@ from torch import Tensor
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan
 from sparseattn.kernels.topk.dispatch import best_pages
-from sparseattn.selectors.abilities import WeighsNear
+from sparseattn.selectors.abilities import ComparesHeads, WeighsNear
 from sparseattn.selectors.base import StepContext
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.key_scorer import KeyScorer
 from sparseattn.selectors.newest import newest
 
 
-class Delta(WeighsNear, KeyScorer):
+class Delta(ComparesHeads, WeighsNear, KeyScorer):
     """Reads one list of pages for all heads of a layer, by the largest weight that a head gives to each of their rows.
 
     A page's score is the sum, over its rows, of the largest softmax weight among all query heads of the layer. The

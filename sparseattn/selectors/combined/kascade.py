@@ -16,7 +16,7 @@ from torch import Tensor
 from sparseattn.core.layer_choices import Choice
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan
-from sparseattn.selectors.abilities import Evicts, FollowsLayers
+from sparseattn.selectors.abilities import ComparesHeads, Evicts, FollowsLayers
 from sparseattn.selectors.base import Ability, Rows, Selector, StepContext
 from sparseattn.selectors.combined.wrapper import Wrapper
 from sparseattn.selectors.parameters.layer_similarity import Similarity, shared
@@ -25,7 +25,7 @@ from sparseattn.utils.hashing import file_hash
 NONE = "none"
 
 
-class Kascade(FollowsLayers, Wrapper):
+class Kascade(ComparesHeads, FollowsLayers, Wrapper):
     """In an anchor layer another method chooses; each other layer reads what the nearest anchor before it chose.
 
     Args:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
+from sparseattn.selectors.abilities import ComparesHeads
 from sparseattn.selectors.base import StepContext
 from sparseattn.selectors.key_scorer import KeyScorer
 from sparseattn.selectors.newest import newest
 
 
-class LessIsMore(KeyScorer):
+class LessIsMore(ComparesHeads, KeyScorer):
     """Reads one list for all heads of a layer: what its query heads rank first in turn, and the newest rows.
 
     Every query head ranks the older rows by its logits. The list takes the first row of each head, then the second of

@@ -11,13 +11,13 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan
-from sparseattn.selectors.abilities import WeighsNear
+from sparseattn.selectors.abilities import ComparesHeads, WeighsNear
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.eviction.attention_received import received
 from sparseattn.selectors.eviction.base import Observing, every_row, last_of
 
 
-class TOVA(WeighsNear, Observing):
+class TOVA(ComparesHeads, WeighsNear, Observing):
     """Holds the rows with the largest weight of the newest query, in the mean over all heads of the layer.
 
     The prompt's last query chooses among the prompt's rows; each step's query, among those that are left. All heads

@@ -11,12 +11,12 @@ from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan, products
 from sparseattn.kernels.group_vote.dispatch import GROUPS, vote
 from sparseattn.kernels.topk.dispatch import best_pages
-from sparseattn.selectors.abilities import LearnsFromQueries
+from sparseattn.selectors.abilities import ComparesHeads, LearnsFromQueries
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least
 
 
-class InfLLM(LearnsFromQueries, Selector):
+class InfLLM(ComparesHeads, LearnsFromQueries, Selector):
     """Reads the blocks whose representative keys have the largest products with the query.
 
     A row's score is the mean product of its key with the queries of its own token and those that follow it. Of each
@@ -65,6 +65,9 @@ class InfLLM(LearnsFromQueries, Selector):
         self.group, self.distance = group, distance
         self.span = page
         self.means = RowBuffer(3)  # [B,H,G,P,D], of the keys' dtype
+
+    def has(self, ability: type) -> bool:
+        return self.group == "layer" if ability is ComparesHeads else super().has(ability)
 
     def fix(self, rows: int, seal: int) -> None:
         self.means.fix(rows // self.page)

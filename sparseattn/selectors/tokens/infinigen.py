@@ -12,13 +12,13 @@ from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan, products
 from sparseattn.kernels.group_vote.dispatch import vote
 from sparseattn.kernels.topk.dispatch import best
-from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead
+from sparseattn.selectors.abilities import ComparesHeads, LearnsFromQueries, LooksAhead
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_group, check_share, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.channel_calibration import CHUNK, outer
 
 
-class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
+class InfiniGen(ComparesHeads, LooksAhead, LearnsFromQueries, Selector):
     """Reads the rows whose keys promise the largest logits to a query that is foreseen, by part of its channels.
 
     The query is what this layer's projection makes of the input of the attention layer before
