@@ -40,6 +40,9 @@ def configure(model: Path, sparse: Any, **given: Any) -> Any:
     return EngineArgs(model=str(model), additional_config=additional, **arguments).create_engine_config()
 
 
+EAGLE = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}
+
+
 @pytest.mark.parametrize(
     ("changed", "given", "said"),
     [
@@ -51,19 +54,20 @@ def configure(model: Path, sparse: Any, **given: Any) -> Any:
         ({"selector": "lowbit:page=16"}, {"block_size": 32}, "blocks of 32; start vLLM with a --block-size"),
         ({"selector": "quest:page=256", "budget": 256}, {}, "entries of 256 rows and this engine blocks of 128"),
         ({"dense_layers": 4}, {}, "no layer of this model would be sparse with dense_layers 4"),
-        ({}, {"kv_cache_dtype": "fp8"}, "an FP8 cache is not served sparsely, got kv_cache_dtype fp8"),
+        ({}, {"kv_cache_dtype": "fp8"}, "got kv_cache_dtype fp8"),
         ({}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "--kv-transfer"),
-        (
-            {},
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-            "speculative decoding verifies several tokens a step",
-        ),
+        ({}, {"kv_cache_dtype": "int8_per_token_head"}, "got kv_cache_dtype int8_per_token_head"),
+        ({}, {"kv_offloading_size": 1.0}, "offloading write blocks behind its back"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({}, EAGLE, "drafts of the method 'eagle' come from layers that read the model's"),
     ],
     ids=str,
 )
 def test_what_cannot_be_served_is_refused_before_anything_is_started(
     model: Path, changed: dict[str, Any], given: dict[str, Any], said: str
 ) -> None:
+    if "speculative_config" in given:
+        given = {"speculative_config": {**given["speculative_config"], "model": str(model)}}
     assert configure(model, None, **given) is not None, "stock vLLM takes it"
     with pytest.raises(ValueError, match=said):
         configure(model, {**SPARSE, **changed}, **given)

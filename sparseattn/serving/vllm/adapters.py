@@ -109,6 +109,18 @@ def prefilling(common: CommonAttentionMetadata, count: int) -> Tensor | None:
     return None if common.is_prefilling is None else common.is_prefilling[:count]
 
 
+def verified(vllm_config: Any) -> int:
+    """New tokens that a request decodes in a step, at most: one, and those that a draft proposed."""
+    draft = vllm_config.speculative_config
+    return 1 if draft is None else 1 + int(draft.num_speculative_tokens or 0)
+
+
+def is_of_draft(name: str, vllm_config: Any) -> bool:
+    """Whether a layer is a draft model's."""
+    draft = vllm_config.speculative_config
+    return draft is not None and draft.method == "draft_model" and name.startswith("draft_model.")
+
+
 def layers_of(vllm_config: Any, names: list[str] | None = None) -> dict[str, Any]:
     """The attention layers of this process, by name."""
     return dict(get_layers_from_vllm_config(vllm_config, Attention, names))

@@ -1,7 +1,7 @@
 """vLLM's attention on the CPU with sparse decoding: chosen pages are read where they lie in its packed blocks.
 
-Everything that is not the decoding of one token of a long sequence is the stock backend's: prefill, short sequences,
-layers with windows, and whatever runs unconfigured. So blocks keep the size and packing that suit its kernel. An
+Everything that is not the decoding of a long sequence is the stock backend's: prefill, short sequences, layers with
+windows, drafts, and whatever runs unconfigured. So blocks keep the size and packing that suit its kernel. An
 entry of the index is made from the cache, once it is whole and a sequence that holds it is long enough to be decoded
 sparsely; a row that is written anew undoes it. That holds for chunked prefill, prefix hits (whole blocks), recycled
 blocks and preempted requests alike, and short sequences pay nothing.
@@ -45,6 +45,7 @@ from sparseattn.serving.vllm.page_tables import PageZones
 from sparseattn.serving.vllm.served_requests import ServedRequests
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, UNFIT, plan_layers
+from sparseattn.serving.vllm.step_tokens import sparse_tokens
 
 AT_ONCE = 1024  # entries whose keys are unpacked together
 BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
@@ -192,6 +193,10 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
         return SparseCPUMetadata(**held, due=due, served=served)
 
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Any:
+        """Of steps of a draft model alone: its rows are in layers of their own, so that no entry is undone."""
+        return super().build(0, common_attn_metadata, fast_build=True)
+
     def written(self, stock: CPUAttentionMetadata) -> None:
         """Takes note of the entries of which a step writes a row: what the index holds of them is no longer so."""
         slots = stock.slot_mapping[: stock.num_actual_tokens].numpy()
@@ -221,17 +226,14 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if settings is None or not stock.causal:
             return None
         starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
-        ours = (starts[1:] - starts[:-1] == 1) & (rows > settings.above)
-        if (within := adapters.prefilling(common, len(ours))) is not None:
-            ours &= ~within.numpy()  # a prompt's last token that comes alone is no decoding
-        (which,) = ours.nonzero()
-        count = len(which)
-        if not count:
+        within = adapters.prefilling(common, len(rows))
+        prompts = None if within is None else within.numpy()
+        ours = sparse_tokens(starts, rows, prompts, settings.above, adapters.verified(self.vllm_config))
+        if ours is None:
             return None
-        every = count == len(ours)
-        own = rows if every else rows[which]
-        blocks_of = stock.block_table if every else stock.block_table[torch.from_numpy(which)]
-        zone = self.zones
+        own, zone = ours.rows, self.zones
+        one_each = ours.every and len(own) == len(rows)
+        blocks_of = stock.block_table if one_each else stock.block_table[torch.from_numpy(ours.requests)]
         table, always, tails = cpu_tables.tables(
             own,
             blocks_of.numpy(),
@@ -244,14 +246,13 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             zone.recent,
         )
         rest = None
-        if not every:
-            fewer = torch.where(torch.from_numpy(ours), 1, stock.seq_lens)
+        if not ours.every:
+            fewer = torch.from_numpy(np.where(ours.whole, starts[1:] - starts[:-1], rows))
             rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=adapters.schedule(self, stock, fewer))
         pages = (table >= 0).sum(1) * (zone.unit // zone.page)
         near = ((always >= 0).sum(1) - 1) * zone.page + tails
-        tokens = torch.from_numpy(starts[:-1][which].astype(np.int64))
-        table, always, tails = (torch.from_numpy(part) for part in (table, always, tails))
-        return ServedRequests(tokens, count, every, table, always, tails, rest, pages, near, int(own.sum()))
+        tokens, table, always, tails = (torch.from_numpy(part) for part in (ours.tokens, table, always, tails))
+        return ServedRequests(tokens, len(own), ours.every, table, always, tails, rest, pages, near, int(own.sum()))
 
 
 class SparseCPUImpl(CPUAttentionBackendImpl):

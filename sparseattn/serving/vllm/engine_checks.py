@@ -12,6 +12,7 @@ from sparseattn.serving.vllm.installed import why_not_on_cuda, why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured
 
 FULL = "full_attention"  # as transformers calls a layer's kind
+DRAFTS = ("ngram", "suffix", "draft_model")  # methods of speculative decoding whose drafts are served
 KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
 
 
@@ -43,16 +44,23 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
             "sparseattn keeps an index of every block, and KV connectors and offloading write blocks behind its back: "
             "start vLLM without --kv-transfer-config and --kv-offloading-size"
         )
-    if vllm_config.speculative_config is not None:
+    draft = vllm_config.speculative_config
+    if draft is not None and draft.method not in DRAFTS:
         raise ValueError(
-            "speculative decoding verifies several tokens a step, which stays dense, so that nothing would be sparse: "
-            "start vLLM without --speculative-config, or without sparseattn"
+            f"drafts of the method {draft.method!r} come from layers that read the model's, which was not tried with "
+            f"sparseattn: give --speculative-config a method of {', '.join(DRAFTS)}, or start without it"
         )
-    if vllm_config.cache_config.cache_dtype.startswith("fp8"):
+    if cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
         raise ValueError(
-            f"an FP8 cache is not served sparsely, got kv_cache_dtype {vllm_config.cache_config.cache_dtype}"
+            f"sparseattn reads keys and values as floats of the model's type, and a cache of fewer bits has another "
+            f"packing: start vLLM with kv_cache_dtype auto, got kv_cache_dtype {cache.cache_dtype}"
         )
     parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 and vllm_config.device_config.device_type == "cpu":
+        raise ValueError(
+            f"pipeline parallelism ends vLLM's own CPU engine at its first step, with sparseattn and without: start it "
+            f"without --pipeline-parallel-size, got {parallel.pipeline_parallel_size}"
+        )
     if getattr(parallel, "use_ubatching", False):
         raise ValueError(
             "dual-batch overlap makes two plans of a step, which sparseattn does not: start without --enable-dbo"
@@ -60,7 +68,8 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
     _check_measured(vllm_config, settings)
-    if vllm_config.model_config is not None:  # None: no model is served by this configuration
+    drafts = draft is not None and vllm_config.model_config is draft.draft_model_config
+    if vllm_config.model_config is not None and not drafts:  # None: no model is served by this configuration
         _check_model(vllm_config, settings)
 
 

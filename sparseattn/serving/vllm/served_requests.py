@@ -1,4 +1,4 @@
-"""The requests of one step of the CPU backend that decode sparsely, as its sparse layers read them."""
+"""The tokens of one step of the CPU backend that decode sparsely, as its sparse layers read them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 @dataclass
 class ServedRequests:
-    """The requests that decode sparsely in a step, and what they may read.
+    """The tokens that decode sparsely in a step, and what they may read. A request has one, or one for each token of a
+    draft and one behind it.
 
     Args:
         tokens: `[R]` int64, their rows of the query.
         count: R.
-        in_order: whether these are the first R.
+        in_order: whether these are all tokens of the step.
         table, always, tails: see `attend_vllm_blocks.blocks.StepPages`.
-        rest: vLLM's metadata of the other requests, in which ours attend to one row; None: there are no others.
+        rest: vLLM's metadata of the other requests, in which ours attend to their new rows; None: there are no others.
         pages, near: `[R]`, pages to choose from, and rows that a KV head reads in any case.
         held: rows of all of them.
         known: what `read` said of other layers.

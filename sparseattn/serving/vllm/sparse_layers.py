@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sparseattn.serving.vllm.adapters import Attention, extract_layer_index, layers_of
+from sparseattn.serving.vllm.adapters import Attention, extract_layer_index, is_of_draft, layers_of
 from sparseattn.serving.vllm.engine_checks import nothing_sparse
 from sparseattn.serving.vllm.settings import Settings
 
 # Why a layer that could be sparse is not.
 EARLY = "it is one of the first of full attention"
+DRAFTS = "it is a draft model's"
 PLANNED = "the plan leaves it dense"
 UNFIT = "this vLLM did not pass the self-test"
 
@@ -32,7 +33,10 @@ def plan_layers(
         ValueError: every layer of the model would stay dense, or a plan says nothing of one.
     """
     layers = layers_of(vllm_config)
-    why = {name: why_dense_layer(layer, vllm_config) for name, layer in layers.items()}
+    why = {
+        name: DRAFTS if is_of_draft(name, vllm_config) else why_dense_layer(layer, vllm_config)
+        for name, layer in layers.items()
+    }
     full = [name for name, reason in why.items() if reason is None]
     parallel = vllm_config.parallel_config
     before, _ = vllm_config.model_config.get_layers_start_end_indices(parallel)
