@@ -68,9 +68,14 @@ def _part(query, size, scale, stored, h, table, spans, zones, parts):
             low, high = sealed, sealed + recent
         if high <= low:
             continue
+        if passed + high - low <= begin:  # it is another part's, as most spans are
+            passed += high - low
+            continue
         first, last = max(low, low + begin - passed), min(high, low + stop - passed)
         passed += high - low
-        block, row = first // block_rows, first % block_rows
+        block, row = 0, first
+        if first >= block_rows:  # a division takes as long as a row's products
+            block, row = first // block_rows, first % block_rows
         for _ in range(first, last):
             if row == block_rows:
                 block, row = block + 1, 0
