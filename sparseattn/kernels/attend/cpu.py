@@ -19,7 +19,7 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
-from sparseattn.kernels.attend.cpu_softmax import TILE, add_tile, join_parts
+from sparseattn.kernels.attend.cpu_softmax import BATCH, TILE, add_rows, join_parts
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import FAST, LOG2E, address_of, array_at, fetch, put_float, read, rows_at
@@ -51,9 +51,10 @@ def _part(query, size, scale, stored, h, table, spans, zones, parts):
     for d in range(share * size):
         asked[d] = read(query, d) * scale
     acc[:], peak[:], total[:] = 0, -np.inf, 0
-    key_at, value_at = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    room = min(BATCH, (stop - begin + TILE - 1) // TILE * TILE)
+    key_at, value_at = np.empty(room, np.int64), np.empty(room, np.int64)
     weights = np.empty(share * TILE, np.float32)
-    more, extra = np.zeros(TILE, np.float32), np.float32(0)
+    more, extra = np.zeros(room, np.float32), np.float32(0)
     queries, sums = (asked, share, size), (peak, total, acc)
     filled, passed = 0, 0
     for s in range(slots + 2):
@@ -67,27 +68,31 @@ def _part(query, size, scale, stored, h, table, spans, zones, parts):
             low, high = sealed, sealed + recent
         if high <= low:
             continue
+        if passed + high - low <= begin:  # it is another part's, as most spans are
+            passed += high - low
+            continue
         first, last = max(low, low + begin - passed), min(high, low + stop - passed)
         passed += high - low
-        block, row = first // block_rows, first % block_rows
+        block, row = 0, first
+        if first >= block_rows:  # a division takes as long as a row's products
+            block, row = first // block_rows, first % block_rows
         for _ in range(first, last):
             if row == block_rows:
                 block, row = block + 1, 0
             held = np.int64(table[block])
             key_at[filled] = held * key_steps[0] + h * key_steps[1] + row * key_steps[2]
             value_at[filled] = held * value_steps[0] + h * value_steps[1] + row * value_steps[2]
-            fetch(keys, key_at[filled], size)
-            fetch(values, value_at[filled], size)
+            fetch(keys, key_at[filled], 1)  # where a row lies is looked up now, amid no sums
+            fetch(values, value_at[filled], 1)
             more[filled] = extra
             row += 1
             filled += 1
-            if filled == TILE:
-                add_tile(queries, (keys, key_at), (values, value_at), (more, TILE), weights, sums)
+            if filled == BATCH:
+                add_rows(queries, (keys, key_at), (values, value_at), (more, BATCH), weights, sums)
                 filled = 0
         if passed >= stop:
             break
-    if filled:
-        add_tile(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
+    add_rows(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
 
 
 @entry(parallel=True, cache=True, nogil=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from sparseattn.kernels.numba_cache import njit
-from sparseattn.kernels.numba_rows import FAST, LN2, add_to, dot, dot4, exp2, read
+from sparseattn.kernels.numba_rows import FAST, LN2, add_to, dot, dot4, exp2, fetch, read
 
 TILE = 32  # rows whose logits are known before their values are read
+BATCH = 16 * TILE  # rows of which the first line is asked for before any is summed (the log, 2026-11-26)
+AHEAD = 16  # rows between one that is summed and one whose lines are asked for
 
 
 @njit(fastmath=set(FAST))
@@ -49,12 +51,15 @@ def add_tile(queries, keys, values, added, weights, sums):
     """One step of the online softmax: rows join the sums `peak`, `total` `[share]` and `acc` `[share*size]`.
 
     queries: `[share*size]` flat, share and size; keys, values: flat, with the places of the tile's rows; added: what
-    comes to the logits of each row, `[TILE]`, and how many rows there are; weights: `[share*TILE]`, to work in.
+    comes to the logits of each row, `[TILE]`, how many rows there are, and for how many of these the row `AHEAD` places
+    behind is asked for; weights: `[share*TILE]`, to work in.
     """
     (asked, share, size), (keys, key_at), (values, value_at) = queries, keys, values
-    (more, count), (peak, total, acc) = added, sums
+    (more, count, coming), (peak, total, acc) = added, sums
     fours = share & ~3
     for t in range(count):
+        if t < coming:
+            fetch(keys, key_at[t + AHEAD], size)
         for g in range(0, fours, 4):
             a, b, c, e = dot4(asked, g * size, keys, key_at[t], size)
             at = g * TILE + t
@@ -88,10 +93,29 @@ def add_tile(queries, keys, values, added, weights, sums):
                 acc[g * size + d] *= shrink
         peak[g], total[g] = highest, total[g] * shrink + added
     for t in range(0, count, 4):
+        for row in range(t, min(t + 4, coming)):
+            fetch(values, value_at[row + AHEAD], size)
         for g in range(0, fours, 4):
             _sum4x4(acc, g * size, values, value_at, t, weights, g * TILE + t, size)
         for g in range(fours, share):
             _sum4(acc, g * size, values, value_at, t, weights, g * TILE + t, size)
+
+
+@njit
+def add_rows(queries, keys, values, added, weights, sums):
+    """`add_tile` for all tiles of a batch: `added` says how many rows there are, and all places are known.
+
+    All of a row's lines are asked for a few rows before their use, between the sums. On a row's first line a processor
+    waits for where that lies, so these were asked for in one go.
+    """
+    (keys, key_at), (values, value_at), (more, count) = keys, values, added
+    size = queries[2]
+    for t in range(min(AHEAD, count)):
+        fetch(keys, key_at[t], size)
+        fetch(values, value_at[t], size)
+    for first in range(0, count, TILE):
+        added = more[first:], min(TILE, count - first), count - first - AHEAD
+        add_tile(queries, (keys, key_at[first:]), (values, value_at[first:]), added, weights, sums)
 
 
 @njit(fastmath=set(FAST))

@@ -148,7 +148,7 @@ def _part(query, scale, all_keys, all_values, form, spans, part, sums):
                         (size, bits, groups),
                     )  # fmt: skip
                 rows_of_tile = (read_keys, key_at), (read_values, value_at)
-                add_tile((asked, share, size), *rows_of_tile, (more, filled), weights, (peak, total, acc))
+                add_tile((asked, share, size), *rows_of_tile, (more, filled, 0), weights, (peak, total, acc))
                 filled = 0
         if end:
             break
