@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.baselines.recent import Recent as Recent
     from sparseattn.selectors.baselines.window import Window as Window
     from sparseattn.selectors.clusters.kmeans import KMeans as KMeans
+    from sparseattn.selectors.clusters.louver import Louver as Louver
     from sparseattn.selectors.clusters.moments import Moments as Moments
     from sparseattn.selectors.clusters.retroinfer import RetroInfer as RetroInfer
     from sparseattn.selectors.clusters.saap import SAAP as SAAP
