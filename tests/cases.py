@@ -340,8 +340,8 @@ class Case:
 SECOND = {
     "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next",
     "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
-    "kascade-querypq",
-    "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pq-each", "querypq-keys", "querypq-page",
+    "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pq-each",
+    "querypq-keys", "querypq-page",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
     "tailed-saap", "topp-group", "topp-querypq", "twostage-codes", "twostage-estimate", "twostage-querypq",
@@ -487,7 +487,7 @@ CASES = [
         lambda: TopP(QueryPQ(8, 8, share=1.0), 1.0, 1.0, rows=16),
     ),
     Case(
-        "kascade-querypq",
+        "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pq-each",
         lambda: Kascade(anchors=[3], inner=QueryPQ(8, 8, share=1.0)),
         lambda: Kascade(anchors=[3], inner=QueryPQ(8, 8, share=1.0)),
     ),
