@@ -487,7 +487,7 @@ CASES = [
         lambda: TopP(QueryPQ(8, 8, share=1.0), 1.0, 1.0, rows=16),
     ),
     Case(
-        "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pq-each",
+        "kascade-querypq",
         lambda: Kascade(anchors=[3], inner=QueryPQ(8, 8, share=1.0)),
         lambda: Kascade(anchors=[3], inner=QueryPQ(8, 8, share=1.0)),
     ),
