@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.combined.delta import Delta as Delta
     from sparseattn.selectors.combined.fitted import Fitted as Fitted
     from sparseattn.selectors.combined.freekv import FreeKV as FreeKV
+    from sparseattn.selectors.combined.indexcache import IndexCache as IndexCache
     from sparseattn.selectors.combined.kascade import Kascade as Kascade
     from sparseattn.selectors.combined.lessismore import LessIsMore as LessIsMore
     from sparseattn.selectors.combined.tailed import Tailed as Tailed
