@@ -4,8 +4,10 @@ RazorAttention, https://arxiv.org/abs/2407.15891, and TidalDecode, https://arxiv
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -71,7 +73,8 @@ def duo(
 
     Args:
         scores: of each KV head of each layer, `[L,H]` or by layer: the paper's gates, 0 to 1, which it optimises on
-            passkey prompts, or anything else that tells how much a head looks back.
+            passkey prompts (`published_gates`), those of a `HeadProfile` measured on traces, or anything else that
+            tells how much a head looks back.
         threshold: a head of a larger score is a retrieval head.
         retrieval, streaming: their roles; the paper's by default. `Role("window", 192)` reads 192 rows more than the
             cache's window.
@@ -91,6 +94,16 @@ def duo(
             )
     made = {layer: [retrieval if score > threshold else streaming for score in heads] for layer, heads in each.items()}
     return Roles(made, name, {"threshold": threshold})
+
+
+def published_gates(path: str | os.PathLike[str]) -> Tensor:
+    """Return the gates `[L,H]`, cut to 0 to 1, of a file as DuoAttention's authors publish for models, a line for each
+    layer (`full_attention_heads.tsv` in `attn_patterns` of mit-han-lab/duo-attention); ValueError for another file."""
+    lines = [line.split("\t") for line in Path(path).read_text().splitlines() if line.strip()]
+    try:
+        return torch.tensor([[float(one) for one in line] for line in lines]).reshape(len(lines), -1).clamp(0, 1)
+    except ValueError as error:
+        raise ValueError(f"{path} is no table of gates, a line for each layer: {error}") from error
 
 
 def _is_number(score: object) -> bool:

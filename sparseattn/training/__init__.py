@@ -5,7 +5,7 @@ classifier.py the bucket of a query, validation.py what it is measured by, fit.p
 run goes on from, run.py the run. Of other methods are calibrate.py, what Loki and Double Sparsity take from traces,
 query_codes.py, what querypq codes keys by, index_run.py, what hata and indexer learn, learned_index.py, how they are
 fitted, and layer_files.py, what a killed run of these goes on from; shared_layers.py searches which layers share a
-choice.
+choice, and head_errors.py which heads retrieve.
 """
 
 from sparseattn.training.calibrate import calibrate

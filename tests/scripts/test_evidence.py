@@ -146,7 +146,9 @@ def test_every_block_has_its_record_and_every_record_its_step() -> None:
         found["source"].partition(".")[0] for text in texts for found in (*NUMBER.finditer(text), *CLAIM.finditer(text))
     }
     there = {path.stem for path in RESULTS.glob("*.json")} - {"made"}
-    assert needed - AWAITED <= there | {frames.REGISTRY, frames.SYSTEMS} | {path.stem for path in REPORTED.glob("*.json")}
+    assert needed - AWAITED <= there | {frames.REGISTRY, frames.SYSTEMS} | {
+        path.stem for path in REPORTED.glob("*.json")
+    }
     assert made.read().keys() == there
     for found in blocks:  # no number without its record
         assert bool(found["body"]) == (not AWAITED & {name.strip() for name in found["records"].split(",")}), found[0]
