@@ -38,7 +38,7 @@ from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.values import integers
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.models.drafts.blocks import advance, loop_behind
-from sparseattn.models.drafts.length import DraftLength, Fixed
+from sparseattn.models.drafts.length import DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
 from sparseattn.models.load import encode, load_model
 from sparseattn.models.lossless import auto_length
@@ -107,7 +107,7 @@ class Bench:
         models = {name: with_attention(options.plain, name) for name in ("sdpa", "eager")}
         self.dense = [way for way in dense_ways(prefill, models, self.room) if way.name in options.dense]
         self.next = {way.name: int(prefill.logits.argmax()) for way in self.dense}
-        self.loops = {spec: self._loop(spec, Fixed(0)) for spec in options.selector}
+        self.loops = {spec: self._loop(spec, FixedLength(0)) for spec in options.selector}
         self.turns = [Turn(way.name) for way in self.dense] + [Turn(IN_PLACE, options.selector[0], 0)]
         for spec in options.selector:
             self.turns += [Turn(f"{spec}, {count}", spec, count) for count in options.draft]
@@ -158,7 +158,7 @@ class Bench:
 
     def auto(self, spec: str) -> dict[str, Any]:
         """What `draft="auto"` chooses and gains: blocks of it beside blocks of plain steps, from the first token on."""
-        loop, plain = self._loop(spec, Fixed(0)), self.loops[self.options.selector[0]]
+        loop, plain = self._loop(spec, FixedLength(0)), self.loops[self.options.selector[0]]
         loop.length = auto_length(loop.cache, 1)
         plain.length.drafts = 0  # type: ignore[attr-defined]
         pairs, chosen, drafted, accepted = [], dict[int, int](), 0, 0

@@ -54,6 +54,71 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len([one for one in every if one.arg not in ("self", "cls")])
 
 
+def own_imports(paths: list[Path]) -> dict[str, set[str]]:
+    """Return of each module of the package, by its dotted name, the modules of the package that it imports."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                given = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                given = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for other in given:
+                while other and other not in names:  # a name within a module
+                    other = other.rpartition(".")[0]
+                found[name] |= {other} - {"", name, PACKAGE.name}
+    return found
+
+
+def rooms(imports: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the same of what lies in the package itself, folders and modules, but for `__init__` and `__main__`."""
+    found: dict[str, set[str]] = {}
+    for name, others in imports.items():
+        room = name.split(".")[1:2]
+        if room and room != ["__main__"]:
+            found.setdefault(room[0], set()).update(other.split(".")[1] for other in others)
+    return {room: others - {room} for room, others in found.items()}
+
+
+def reached(imports: dict[str, set[str]], start: str) -> set[str]:
+    """Return what is imported by `start`, by what that imports, and so on."""
+    found: set[str] = set()
+    left = [*imports[start]]
+    while left:
+        if (name := left.pop()) not in found:
+            found.add(name)
+            left += imports[name]
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> int:
+    """Return how many sets of modules import each other, by whatever way."""
+    reach = {name: reached(imports, name) for name in imports}
+    return len({frozenset(other for other in reach[name] if name in reach[other]) for name in imports} - {frozenset()})
+
+
+def floors(imports: dict[str, set[str]]) -> int:
+    """Return the length of the longest chain of rooms, each of which imports the next; 0 where some form a circle."""
+    if circles(imports):
+        return 0
+    height: dict[str, int] = {}
+    for room in sorted(imports, key=lambda room: len(reached(imports, room))):
+        height[room] = 1 + max((height[below] for below in imports[room]), default=0)
+    return max(height.values())
+
+
+def compiled(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether numba or Triton compiles a function, or it writes code for them."""
+    return bool(re.search(r"(^|_)(cpu|gpu|numba)", path.name)) or any(
+        re.match(r"(njit|entry|intrinsic|triton)", ast.unparse(one)) for one in function.decorator_list
+    )
+
+
 def contract() -> tuple[int, int]:
     """Return how many public attributes and methods `Selector` and its bases have."""
     attributes: set[str] = set()
@@ -67,6 +132,7 @@ def contract() -> tuple[int, int]:
 
 def main() -> None:
     package = tracked("sparseattn")
+    imports = own_imports(package)
     python = [path for path in package if not path.name.startswith("gpu")]  # Triton's functions are long
     sizes = {path: lines(path) for path in package}
     longest = max(sizes, key=lambda path: sizes[path])
@@ -82,11 +148,16 @@ def main() -> None:
     words = sum(len(page.read_text().split()) for page in first_pages())
     print(f"modules in sparseattn/ itself: {len([path for path in package if path.parent == PACKAGE])}")
     print(f"folders in sparseattn/: {len({path.relative_to(PACKAGE).parts[0] for path in package}) - 2}")
+    layout = rooms(imports)
+    print(f"rooms, floors, arrows: {len(layout)}, {floors(layout)}, {sum(map(len, layout.values()))}")
+    print(f"circles of rooms, of files: {circles(layout)}, {circles(imports)}")
     print(f"longest file: {sizes[longest]} lines ({longest.relative_to(ROOT)})")
     print(f"files over 400 lines: {sum(size > 400 for size in sizes.values())}")
     for most in (100, 50):
         print(f"functions over {most} lines, outside Triton: {sum(length(one) > most for _, one in every)}")
-    print(f"functions with 10 or more parameters: {sum(parameters(one) >= 10 for _, one in functions(package))}")
+    many = [(path, one) for path, one in functions(package) if parameters(one) >= 10]
+    plain = [one.name for path, one in many if not compiled(path, one)]
+    print(f"functions with 10 or more parameters: {len(many)}, not compiled: {len(plain)} ({', '.join(plain)})")
     print(f"Selector: {attributes} attributes, {methods} methods")
     print(f"methods that answer when nothing is sealed: {guards}")
     print(f"public class names that occur twice: {sum(count > 1 for count in classes.values())}")

@@ -193,8 +193,8 @@ class Heaviest(Evicts, FollowsMoves, LearnsFromQueries, ReadsKeys, Selector):
         assert at is not None
         every, places = torch.cat([rows.keys, keys], 2), torch.cat([rows.positions, at], 1)
         seen = (places[:, None] >= 0) & (places[:, None] <= asked[..., None])  # [B,q,N]
-        logits = (queries @ every[:, :, None].mT / queries.shape[-1] ** 0.5).masked_fill(~seen[:, None, None], -1e9)
-        weights = logits.softmax(-1) * (asked >= 0)[:, None, None, :, None]
+        logits = (queries @ every[:, :, None].mT / queries.shape[-1] ** 0.5).float()
+        weights = logits.masked_fill(~seen[:, None, None], -1e9).softmax(-1) * (asked >= 0)[:, None, None, :, None]
         return weights[..., : rows.keys.shape[2]].mean((2, 3)) * 100
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:

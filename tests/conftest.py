@@ -1,4 +1,4 @@
-"""Shared set-up: what must be chosen before imports, caches that last between runs, one GPU test at a time."""
+"""Shared set-up: what must be chosen before imports, caches that last between runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 # One thread for each worker: the tests' tensors are small, a second thread costs more than it brings. Those that a test
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked `gpu` skip, with the reason printed, where there is no CUDA device. Second forms of a method
     (`cases.Case.second`) meet each law once, in the slow run."""
     second = [item for item in items if getattr(_case(item), "second", False)]
-    twice = {id(item) for item in second if "slow" in item.keywords}
+    twice = {id(item) for item in second if item.get_closest_marker("slow")}
     for item in second:
         item.add_marker("slow")
     if twice:
@@ -54,14 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in twice]
     if part := os.environ.get("SLOW_PART"):  # "1/4": of the slow tests, the second of four parts
         number, parts = map(int, part.split("/"))
-        others = [item for item in items if "slow" in item.keywords and part_of_slow(item, parts) != number]
+        others = [item for item in items if item.get_closest_marker("slow") and part_of_slow(item, parts) != number]
         config.hook.pytest_deselected(items=others)
         left = set(map(id, others))
         items[:] = [item for item in items if id(item) not in left]
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # `keywords` would hold the names of folders above too
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
 
 
@@ -107,16 +107,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A temporary folder that all workers of a run have in common."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
-@pytest.fixture(autouse=True)
-def _one_at_a_time_on_a_gpu(request: pytest.FixtureRequest, shared: Path) -> Iterator[None]:
-    """Tests marked `gpu` wait for each other: some fill the device's memory, some watch how much of it is taken."""
-    if "gpu" not in request.keywords:
-        yield
-        return
-    with FileLock(shared / "gpu.lock"):
-        yield
 
 
 @pytest.fixture(scope="session")

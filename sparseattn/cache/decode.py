@@ -58,7 +58,14 @@ def decode(
     if cache.sealed_device is None:
         selection = search.choose(query, allowed, counted=cache.check)
         return attend_chosen(query, cache, selection, scale=scale, impl=impl)
-    on_host, copied = _to_host(query)
+    return _decode_beside_host(query, cache, allowed, scale, impl)
+
+
+def _decode_beside_host(
+    query: Tensor, cache: KVCache, allowed: Allowance, scale: float | None, impl: str | None
+) -> Tensor:
+    """`decode` where sealed rows lie in host memory, which is searched and attended to there."""
+    search, (on_host, copied) = cache.search, _to_host(query)
     nothing = Selection.none(query.shape[0], query.shape[1], query.device)
     near = attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl)
     if copied is not None:

@@ -200,8 +200,10 @@ def held(given: Tensor, real: Tensor, selector: Selector) -> None:
         )
 
 
-def keepable(selector: Selector, codec: RowCodec, fixed: bool) -> None:
-    """A codec can keep the sealed rows of a cache with this selector; else ValueError."""
+def keepable(selector: Selector, codec: RowCodec | None, fixed: bool) -> None:
+    """A codec can keep the sealed rows of a cache with this selector, None as they come; else ValueError."""
+    if codec is None:
+        return
     if fixed:
         raise ValueError(
             f"rows={str(codec)!r} keeps sealed rows apart from the others, which a fixed cache cannot: leave "

@@ -2,12 +2,11 @@
 
 `append` stores, `seal` shows finished rows to the selector and lets it order them. A selector sees sealed rows only, so
 nothing it names is counted twice; sink and recent rows are read by every query. Where rows lie is `StoredRows`' matter,
-what a selector is shown `ShownRows`', and what a step asks it `Search`'s.
+what a selector is shown `ShownRows`', what a step asks it `Search`'s, and what is done between steps `CacheEdits`'.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseattn.cache import input_checks, prompt_files, rank_checks
+from sparseattn.cache import input_checks, rank_checks
+from sparseattn.cache.edits import CacheEdits
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.layout import Zones
 from sparseattn.cache.ranks import Ranks
@@ -43,7 +43,7 @@ def _fits(query: Tensor, keys: Tensor | None) -> bool:
     return batch == held[0] and heads == held[1] and size == held[3]
 
 
-class KVCache:
+class KVCache(CacheEdits):
     """Keys and values of B sequences and H heads, with the selector that indexes them.
 
     Each sequence is stored without its padding: sink and recent rows are its first and last *real* rows, so a padded
@@ -115,8 +115,7 @@ class KVCache:
         input_checks.parts_declared(selector)
         input_checks.sizes(sink=sink, window=window, rollback=rollback, capacity=capacity, seal=seal)
         self.codec = codec = as_codec(rows)
-        if codec is not None:
-            input_checks.keepable(selector, codec, fixed)
+        input_checks.keepable(selector, codec, fixed)
         input_checks.levels(selector, codec)
         check_seal(selector, seal, codec)
         input_checks.loose(selector)
@@ -126,11 +125,7 @@ class KVCache:
         self.sealed_device = input_checks.sealed_device("cpu" if disk else sealed_device)
         self._place = sealed_device if disk else self.sealed_device
         self.ranks = ranks = Ranks.of(group)
-        deal = Deal(self.unit)
-        if ranks is not None:
-            rank_checks.plain(fixed, self.sealed_device, codec, indexes, exact)
-            rank_checks.dealable(selector)
-            deal = Deal(self.unit, ranks.rank, ranks.size)
+        deal = self._deal_of(ranks, indexes, exact)
         if self.sealed_device is not None:
             selector.to(self.sealed_device)
         wanted = Wanted.of(selector, codec, window + rollback + self.unit)
@@ -150,12 +145,15 @@ class KVCache:
         self._decoded = False
         self._granted: tuple[Budget, int | None] = (None, None)  # the last budget in rows, and what it allows
 
-    # -- what is stored ------------------------------------------------------------------------------------------
+    def _deal_of(self, ranks: Ranks | None, indexes: str | os.PathLike[str] | None, exact: bool) -> Deal:
+        """Which sealed rows this process keeps; ValueError where a cache of ranks has no such arguments."""
+        if ranks is None:
+            return Deal(self.unit)
+        rank_checks.plain(self.fixed, self.sealed_device, self.codec, indexes, exact)
+        rank_checks.dealable(self.selector)
+        return Deal(self.unit, ranks.rank, ranks.size)
 
-    @property
-    def batch(self) -> int:
-        """Sequences; 0 before the first append."""
-        return len(self.stored.zones.count)
+    # -- what is stored ------------------------------------------------------------------------------------------
 
     @property
     def learns(self) -> bool:
@@ -241,14 +239,14 @@ class KVCache:
                 queries; a selector that serves another cache, or that cannot serve such keys or lacks the layer's RoPE
                 (`Selector.check_shape`); more rows than a `fixed` cache has. Nothing is stored then.
         """
-        waiting = self._learns and self.stored.queries.wanted(self.stored.zones.zone)
-        if positions is None and not waiting and self._tokens.put(keys, values):  # a token of a step
+        learning = self._learns and self.stored.queries.wanted(self.stored.zones.zone)
+        if positions is None and not learning and self._tokens.put(keys, values):  # a token of a step
             if self._shown.views:
                 self._shown.refresh()
             return
         input_checks.tensors(keys, values, queries, positions)
-        stored, first = self.stored, not self.stored.zones.count
-        if first:
+        stored = self.stored
+        if first := not stored.zones.count:
             input_checks.unused(self.selector)
             input_checks.reachable(self.selector, keys.device, self.sealed_device)
         else:
@@ -256,7 +254,7 @@ class KVCache:
         input_checks.rows(keys, values, stored.keys.storage)
         input_checks.repeatable(keys, "storing rows")
         batch, _, new, _ = keys.shape
-        if self._learns and stored.queries.wanted(stored.zones.zone):
+        if learning:
             learner = self.selector if self.codec is None or self.selector.learns else self.codec
             input_checks.queries(queries, keys, learner, stored.queries.kept)
         else:
@@ -264,22 +262,25 @@ class KVCache:
         zones = Zones(batch, self.sink, stored.zones.apart) if first else stored.zones
         at = None if positions is None else input_checks.positions(positions, batch, new, zones.next)
         if self._capacity is not None:
-            counts = [new] * batch if at is None else (at >= 0).sum(1).tolist()
-            zones.require_room(counts, self._capacity, self.unit)
+            zones.require_room([new] * batch if at is None else (at >= 0).sum(1).tolist(), self._capacity, self.unit)
         if first:
-            self.selector.check_shape(keys.shape[1], None, keys.shape[3])
-            if self.codec is not None:
-                input_checks.codec_fits(self.codec, keys, self.selector.layer_context.rope)
-            if self.ranks is not None:
-                zones_of = {name: getattr(self, name) for name in ("sink", "window", "seal_rows", "rollback")}
-                rank_checks.same_cache(self.ranks, zones_of, self.selector, keys)
-            stored.begin(zones, keys)
-            self._shown.claim()
+            self._begin(zones, keys)
         stored.broken = CUT_SHORT
         stored.store(keys, values, queries, at, self.window + self.rollback)
         if self._shown.views:
             self._shown.refresh()
         stored.broken = ""
+
+    def _begin(self, zones: Zones, keys: Tensor) -> None:
+        """Takes a new batch, whose first rows are `keys` `[B,H,n,D]`, if selector, codec and ranks can serve it."""
+        self.selector.check_shape(keys.shape[1], None, keys.shape[3])
+        if self.codec is not None:
+            input_checks.codec_fits(self.codec, keys, self.selector.layer_context.rope)
+        if self.ranks is not None:
+            zones_of = {name: getattr(self, name) for name in ("sink", "window", "seal_rows", "rollback")}
+            rank_checks.same_cache(self.ranks, zones_of, self.selector, keys)
+        self.stored.begin(zones, keys)
+        self._shown.claim()
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
@@ -360,143 +361,6 @@ class KVCache:
                 self._granted = budget, self.selector.allowed(budget)
             return allowed
         return Allowance(min(rows, max(context, self.selector.span)), None)
-
-    # -- editing -----------------------------------------------------------------------------------------------------
-
-    def compact(self) -> int:
-        """Frees the rows that the selector has dropped: those of each head that are left move together.
-
-        The sealed zone shrinks to the most rows that any head holds, in whole units of the selector, so that memory
-        falls as far as the fullest head allows; copying them takes as much memory again for the moment. Nothing that
-        is decoded changes, but the rows are gone: what compares with full attention needs them, so that comparisons
-        (`evaluate`, `bench`, `eval`) never call it. Call it after the prefill, or now and then.
-
-        Returns:
-            Places of each head that were freed; 0 where there were none to free.
-
-        Raises:
-            ValueError: a selector that does not evict or cannot follow (`FollowsMoves`), a `fixed` cache, or one
-                whose rows a codec keeps.
-        """
-        self.stored.require()
-        input_checks.compactable(self.selector, self.fixed, self.codec)
-        self.search.note_dropped()
-        if (ids := self.stored.places_left(self.selector.unit)) is None:
-            return 0
-        before = self.stored.zones.zone
-        self.stored.broken = f"{self.selector!r} failed while rows were sealed or freed"
-        for part in self.search.abilities.followers:
-            part.keep(ids)
-        self.stored.compact(ids)
-        self.stored.broken = ""
-        self.search.forget()  # places that are others' now
-        self._shown.refresh()
-        return before - self.stored.zones.zone
-
-    def crop(self, drop: int | Tensor) -> None:
-        """Forgets the newest rows of every sequence, as speculative decoding does with rejected tokens.
-
-        Args:
-            drop: rows, an int for all sequences or integers `[B]`.
-
-        Raises:
-            ValueError: `drop` is neither, or reaches into sealed rows, which never change: construct the cache with a
-                larger `rollback`.
-        """
-        self.stored.require()
-        input_checks.repeatable(self.stored.keys.full, "dropping rows")
-        self.stored.crop(input_checks.dropped(drop, self.batch))
-        self.search.lookahead = None  # of a token that is gone
-        self._shown.refresh()
-
-    def reorder(self, index: Tensor) -> None:
-        """Sequence b becomes what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.
-
-        ValueError for another `index`, or where the storage is `fixed` and B' is not B.
-        """
-        self.stored.require()
-        input_checks.repeatable(self.stored.keys.full, "reordering sequences")
-        input_checks.indices(index, self.batch)
-        self.stored.take(index)
-        self.search.lookahead = None  # of sequences as they were
-        self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
-        self._shown.refresh()
-
-    def clone(self) -> KVCache:
-        """An independent copy, selector included."""
-        twin = copy.copy(self)
-        twin.selector, twin.stored = self.selector.clone(), self.stored.clone()
-        twin._tokens = TokenStore(twin.stored)
-        twin.search = self.search.of(twin.selector, twin.stored)
-        twin._shown = ShownRows(twin.selector, twin.search.abilities, twin.stored, self._shown.indexes)
-        if self.batch:
-            twin._shown.claim()
-            twin._shown.refresh()
-        return twin
-
-    def reset(self) -> None:
-        """Forgets every row, the selector's too, and frees the storage unless it is fixed; the configuration stays."""
-        self.stored.reset()
-        self.selector.reset()
-        self.search.forget()
-        self.search.lookahead = None
-        self._shown.forget()
-        self._decoded = False
-
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all that it holds, the selector's index too, to a prompt cache that `load` takes up (safetensors,
-        whole or not at all; for the moment as much memory again).
-
-        Raises:
-            ValueError: an index that is not in tensors (faiss's), or a file that cannot be written.
-        """
-        prompt_files.save(self, path)
-
-    def load(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> KVCache:
-        """Takes up what `save` wrote, into this cache, which is empty, and returns it: what follows is decoded as it
-        would have been there. Settings that are not compared (capacity, devices, `rollback`, a `knob`) may differ.
-
-        Rows decide what a model says, as weights do: load files that you trust.
-
-        Args:
-            device: the cache's own, where later rows come; sealed ones go to `sealed_device` if there is one.
-
-        Raises:
-            ValueError: a file that is damaged, or of another selector, index, layer, sink, window, seal or codec. The
-                cache stays empty.
-        """
-        prompt_files.load(self, path, device)
-        return self
-
-    def resume(self, begun: bool) -> None:
-        """Serves the rows that a file has put into it; `begun`: whether the first seal has been."""
-        keys = self.stored.sealed_keys if self.stored.zones.apart else self.stored.keys.full
-        self.selector.resume(keys[:, :, :0])
-        self._decoded = begun
-        self._shown.claim()
-        self.stored.publish()
-        self._shown.refresh()
-
-    @property
-    def begun(self) -> bool:
-        """Whether the first seal has been, or its time has."""
-        return self._decoded
-
-    def to(self, device: torch.device | str) -> KVCache:
-        """Moves storage and selector, and returns the cache; what lies on `sealed_device` stays there.
-
-        Raises:
-            ValueError: a selector that works in host memory only, and no `sealed_device`.
-        """
-        input_checks.reachable(self.selector, torch.device(device), self.sealed_device)
-        self.stored.to(device)
-        if self.sealed_device is None:
-            self.selector.to(device)
-        if self.batch:
-            self._shown.refresh()
-        return self
 
     def __repr__(self) -> str:
         apart = "" if self.sealed_device is None else f", sealed_device={str(self._place)!r}"

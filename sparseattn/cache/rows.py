@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks
 from sparseattn.cache.layout import Zones
+from sparseattn.cache.row_moves import keep_recent, make_room, write_apart
 from sparseattn.cache.sealed_rows import OfSeal, SealedRows
 from sparseattn.cache.waiting_queries import WaitingQueries, Wanted
 from sparseattn.codecs.stored import StoredCodes
@@ -199,7 +200,7 @@ class StoredRows:
         if first is not None:
             self._write_run(keys, values, first, max(ends), before if at is None else at)
         elif at is not None and place is not None:
-            self._write_apart(keys, values, place, max(ends), at)
+            write_apart(self._near, (keys, values, at), place, max(ends))
         if queries is not None and at is not None and number is not None:
             self.queries.store(queries, at, number < self.sink, not zones.zone, spare)
         self.publish(ends)
@@ -222,18 +223,6 @@ class StoredRows:
             positions.narrow(1, first, new).copy_(at)
         else:
             _write(positions.select(1, first), at)
-
-    def _write_apart(self, keys: Tensor, values: Tensor, place: Tensor, end: int, at: Tensor) -> None:
-        """Stores new rows, which end at row `end`, at rows `place` `[B,n]`; those of negative positions `at` not."""
-        parts = [(self.keys.resize(end, keys), keys), (self.values.resize(end, values), values)]
-        positions = self.positions.resize(end)
-        for b in range(len(at)):
-            real = (at[b] >= 0).nonzero()[:, 0]
-            target = place[b][real]
-            positions[b].index_copy_(0, target, at[b][real])
-            target, real = target.to(keys.device), real.to(keys.device)
-            for storage, rows in parts:
-                storage[b].index_copy_(1, target, rows[b].index_select(1, real))
 
     def publish(self, ends: list[int] | None = None) -> None:
         """Brings what the device reads up to date; `ends`: those of the zones, where they are known."""
@@ -275,9 +264,9 @@ class StoredRows:
         positions = self._positions_of(hands)  # [B,n]
         if zones.apart:
             self.sealed.take_in(self.keys.full, self.values.full, zones.start, hands)
-            self._keep_recent(each)
+            keep_recent(self._near, zones, each)
         else:
-            self._make_room(each)
+            make_room(self._near, zones, each)
         zones.seal(each, here)
         keys, values = (rows[:, :, rows.shape[2] - most :] for rows in self._unrounded())
         if self.keys.full.is_cuda:
@@ -307,36 +296,6 @@ class StoredRows:
     def settle(self, order: Tensor | None, new: int) -> None:
         """Stores the last sealed rows, `new` ones of this seal, in a selector's `order`, see `SealedRows.settle`."""
         self.sealed.settle(order, new, self._unrounded())
-
-    def _make_room(self, each: list[int]) -> None:
-        """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""
-        low, most = self.zones.start, max(each)
-        later_rows = [recent - sealed for recent, sealed in zip(self.zones.recent, each, strict=True)]
-        end = low + most + max(later_rows)
-        for buffer in self._near:
-            buffer.resize(end)
-        for b, (sealed, left) in enumerate(zip(each, later_rows, strict=True)):
-            if sealed == most:
-                continue
-            for buffer in self._near:
-                rows = buffer.full[b].movedim(buffer.dim - 1, 0)  # [N,...]
-                later = rows[low + sealed : low + sealed + left].clone()
-                rows[low + sealed : low + most] = 0
-                rows[low + most : low + most + left] = later
-
-    def _keep_recent(self, each: list[int]) -> None:
-        """Where `each` rows of the sequences have been taken apart, keeps the rest in new storage."""
-        low = self.zones.start
-        later_rows = [recent - sealed for recent, sealed in zip(self.zones.recent, each, strict=True)]
-        end = low + max(later_rows)
-        for buffer in self._near:
-            held = buffer.full
-            buffer.reset()
-            buffer.resize(end, held)
-            for b, (rows, left) in enumerate(zip(each, later_rows, strict=True)):
-                source, target = (x[b].movedim(buffer.dim - 1, 0) for x in (held, buffer.full))  # [N,...]
-                target[:low] = source[:low]
-                target[low : low + left] = source[low + rows : low + rows + left]
 
     def _take_last(self, decoded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The prompt's last queries and what `Rows` says of its rows that are not sealed, where the sealed ones lie."""

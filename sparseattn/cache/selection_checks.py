@@ -154,9 +154,8 @@ def _check_rows(
     whose: tuple[str, str] = ("the rows it was shown", "was shown none"),
 ) -> None:
     """The part of `check` that looks at which rows are named; `whose` says what they are, and that there are none."""
-    heads, shape = query.shape[1], selection.start.shape
     start, length = (part.to("cpu", torch.int64) for part in (selection.start, selection.length))
-    kind = "KV head" if shape[1] == heads else "query head"
+    kind = "KV head" if start.shape[1] == query.shape[1] else "query head"
 
     def refuse(wrong: Tensor, what: str) -> None:
         """`wrong` `[B,Hs]` or `[B,Hs,S]`: raises for the first head, and slot, where it is true."""
@@ -184,10 +183,7 @@ def _check_rows(
         used & ((start < 0) | (start + length > sealed)),
         "it names {rows}, and " + (f"{whose[0]} are 0 to {sealed - 1}" if sealed else whose[1]),
     )
-    # Unused slots go to the end, where they overlap with nothing.
-    ordered, place = torch.where(used, start, sealed).sort(dim=-1)
-    ends = ordered + length.gather(-1, place)
-    twice = torch.zeros_like(used).scatter(-1, place[..., 1:], ordered[..., 1:] < ends[..., :-1])
+    twice = _overlapping(torch.where(used, start, sealed), length)  # unused slots overlap with nothing at the end
     refuse(twice, "it names {rows} of which another span holds some as well: a row is read once")
     if selection.bias is not None:
         wrong = used & ~selection.bias.cpu().isfinite()
@@ -197,6 +193,13 @@ def _check_rows(
         count = _real_rows(start, torch.where(used, length, 0), real)
         more = " or what it had dropped (held)" if selector.find(Evicts) else ""
         refuse(used & (count < length), "it names {rows}, among them padding" + more)
+
+
+def _overlapping(start: Tensor, length: Tensor) -> Tensor:
+    """`[B,Hs,S]` bool: the spans that begin before the span before them in row order has ended."""
+    ordered, place = start.sort(dim=-1)
+    ends = ordered + length.gather(-1, place)
+    return torch.zeros_like(start, dtype=torch.bool).scatter(-1, place[..., 1:], ordered[..., 1:] < ends[..., :-1])
 
 
 def _real_rows(start: Tensor, length: Tensor, real: Tensor) -> Tensor:

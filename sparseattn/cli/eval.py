@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -50,20 +51,12 @@ def run(options: EvalOptions) -> None:
         if not ranks or ranks.first:  # of two runs, each would write every record
             stack.enter_context(locked(options.out / "eval.lock", f"--out {options.out}"))
         checked = not servers and check_before_loading(options.model_name, files.prompts, options)
-        if servers:
-            opened = stack.enter_context(served(options, servers))
-        elif vllm:
-            opened = stack.enter_context(switched(options, settings_in_vllm))
+        if servers or vllm:
+            opened = stack.enter_context(served(options, servers) if servers else switched(options, settings_in_vllm))
         else:
             opened = local(options, place)
         prompts = sources(options, files, opened.engine, opened.tokens, checked and not vllm)
-        settings = {
-            **opened.settings,
-            "chat": options.chat,
-            "answer_tokens": options.answer_tokens,
-            "scoring": options.scoring,
-            "scoring_edition": EDITION,
-        }
+        settings = _settings(options, opened.settings)
         file = Records(options.out / "eval.jsonl", settings, ranks.rank if ranks else None)
         if ranks:
             prompts = held(prompts)
@@ -84,6 +77,17 @@ def run(options: EvalOptions) -> None:
         show(shown, file.path, json=options.json, figures=options.figures)
         if lines:
             write_kvpress(shown, lines, options.out / "kvpress")
+
+
+def _settings(options: EvalOptions, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What records of one file share: the engine's settings, and how answers are made and scored."""
+    return {
+        **engine,
+        "chat": options.chat,
+        "answer_tokens": options.answer_tokens,
+        "scoring": options.scoring,
+        "scoring_edition": EDITION,
+    }
 
 
 def baseline_of(engine: Engine) -> Row:

@@ -18,14 +18,14 @@ from sparseattn.utils.ranks import JobRanks
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _KnownPrompt:
     """A prompt whose tokens lie in 4 bytes each, as all prompts are held to begin with the longest."""
 
     prompt: Prompt
     context: array.array[int]
 
     @classmethod
-    def of(cls, prompt: Prompt) -> _Held:
+    def of(cls, prompt: Prompt) -> _KnownPrompt:
         return cls(replace(prompt, context=[]), array.array("i", prompt.context))
 
     def whole(self) -> Prompt:
@@ -39,13 +39,14 @@ class _Held:
 def held(sources: Sequence[Source]) -> list[Source]:
     """Return sources whose prompts are made once, now."""
     return [
-        Source(source.task, source.count, _Made([_Held.of(prompt) for prompt in source.make()])) for source in sources
+        Source(source.task, source.count, _Made([_KnownPrompt.of(prompt) for prompt in source.make()]))
+        for source in sources
     ]
 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    prompts: Sequence[_Held]
+    prompts: Sequence[_KnownPrompt]
 
     def __call__(self) -> Iterator[Prompt]:
         return (one.whole() for one in self.prompts)

@@ -15,12 +15,14 @@ from sparseattn.core.budget import budget_record
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
-from sparseattn.recommend.objective import Layer, Objective, Predicted
+from sparseattn.recommend.objective import Objective, PlannedLayer, Predicted
 from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.search import LayerOption, Proposal
 from sparseattn.roles.plan import Plan
 
 FORMAT = 2  # of the records
+# Settings of records that a plan says by itself.
+OF_PLAN = ("format", "model", "fingerprint", "sink", "window", "budgets", "layers")
 PLAN, MADE = "plan", "made"  # kinds of a record
 
 
@@ -29,7 +31,7 @@ def settings_of(
     texts: Sequence[InputText],
     decoder: ModelDecoder,
     wide: bool,
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
 ) -> dict[str, Any]:
     """Return what measurements depend on: not the bound, the machine or the methods, of which more may come."""
     return {
@@ -85,41 +87,18 @@ def make_plan(
         measured: records of versions and machines that measured.
         instead: why this is no plan of what was asked for, as a sentence; "" where it is.
     """
-    proposal, objective, rounds, verified_windows = found.proposal, found.objective, found.rounds, found.verified
-    verified: dict[str, Any] = {
-        "windows": len(verified_windows),
-        "tokens": sum(one["scored_tokens"] for one in verified_windows),
-    }
-    for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
-        values = [one[name] for one in verified_windows]
-        verified[name] = {"mean": mean(values), "interval": student(values)}
-    objective_facts = {
-        "unit": objective.unit,
-        "plan": proposal.cost,
-        "full": full,
-        "context": options.length,
-        "batch": 1,
-        "machine": None,
-        "predicted": isinstance(objective, Predicted),
-    }
-    if isinstance(objective, Predicted):
-        machine_name = None if objective.machine is None else objective.machine.name
-        objective_facts |= {"context": objective.context, "batch": objective.batch, "machine": machine_name}
+    proposal, rounds = found.proposal, found.rounds
     made = {
         "bound": asdict(options.bound) | {"limit": options.bound.limit},
-        **{
-            k: v
-            for k, v in settings.items()
-            if k not in ("format", "model", "fingerprint", "sink", "window", "budgets", "layers")
-        },
+        **{name: value for name, value in settings.items() if name not in OF_PLAN},
         "methods": list(options.methods),
         "budgets": settings["budgets"],
         "by_head": options.by_head,
-        "cost": objective_facts,
+        "cost": _cost(found, full, options.length),
         "predicted": {"kl": proposal.kl},
         "searched": {options.bound.measure: rounds[-1]["searched"]},
         "rounds": list(rounds),
-        "verified": verified,
+        "verified": _verified(found.verified),
         "measured": [{name: one[name] for name in ("date", "versions", "machine")} for one in measured],
         "seconds": round(seconds, 1),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -135,6 +114,33 @@ def make_plan(
         window=options.window,
         made=made,
     )
+
+
+def _verified(windows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the held-out windows measured: means with their intervals."""
+    facts: dict[str, Any] = {"windows": len(windows), "tokens": sum(one["scored_tokens"] for one in windows)}
+    for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
+        values = [one[name] for one in windows]
+        facts[name] = {"mean": mean(values), "interval": student(values)}
+    return facts
+
+
+def _cost(found: Configuration, full: float, length: int) -> dict[str, Any]:
+    """What the plan costs, beside full attention's `full`, and of what it was counted; length: of a window."""
+    objective = found.objective
+    facts = {
+        "unit": objective.unit,
+        "plan": found.proposal.cost,
+        "full": full,
+        "context": length,
+        "batch": 1,
+        "machine": None,
+        "predicted": isinstance(objective, Predicted),
+    }
+    if isinstance(objective, Predicted):
+        machine_name = None if objective.machine is None else objective.machine.name
+        facts |= {"context": objective.context, "batch": objective.batch, "machine": machine_name}
+    return facts
 
 
 def record_origin(records: TrialRecords) -> None:

@@ -23,8 +23,9 @@ from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.machine import Machine
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.recommend.bounds import Bound
 from sparseattn.recommend.candidates import candidates
-from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
+from sparseattn.recommend.objective import MeasuredBytes, Objective, PlannedLayer, Predicted
 from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.search import LayerOption, Proposal, propose
 from sparseattn.recommend.settling import settle
@@ -58,7 +59,7 @@ class Recommendation:
     """
 
     plan: Plan
-    layers: Sequence[Layer]
+    layers: Sequence[PlannedLayer]
     choices: dict[int, list[LayerOption]]
     proposal: Proposal
     objective: Objective
@@ -82,53 +83,34 @@ def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None)
     stages.say(f"load {options.model}")
     model, tokenizer = open_model(options.model, dtype, options.place)
     tokens = Tokens(tokenizer)
-    every = windows(
-        [(text.name, text.kind, tokens.ids(text.words)) for text in texts],
-        tokens.start,
-        options.length,
-        options.last,
-        options.windows,
-        options.held_out,
-    )
+    words = [(text.name, text.kind, tokens.ids(text.words)) for text in texts]
+    every = windows(words, tokens.start, options.length, options.last, options.windows, options.held_out)
     learns = any(role.selector.learns for group in groups for role in group)
     decoder = ModelDecoder(model, sink=options.sink, window=options.window, chunk=options.chunk, queries=learns)
     decoder.check(options.length, "--length")
     wide = dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
     layers = _layers(decoder, wide)
     settings = settings_of(options, texts, decoder, wide, layers)
+    first = not ranks or ranks.first
     with in_turn(ranks):
         records = TrialRecords(path, settings, ranks.rank if ranks else None)
-        if not ranks or ranks.first:
+        if first:
             records.join()  # what a job has left that was killed
-    trials = Trials(
-        decoder,
-        tokens,
-        records,
-        TrialSettings(options.sink, options.window, options.draws, 2 if wide else None),
-        quarter_of_memory(options.place),
-        record_origin,
-    )
+    how = TrialSettings(options.sink, options.window, options.draws, 2 if wide else None)
+    trials = Trials(decoder, tokens, records, how, quarter_of_memory(options.place), record_origin)
     wanted = _objective(options, layers, groups, wide)
     searched = [window for window in every if not window.held_out]
     _measure_frontiers(trials, searched, groups, len(layers), stages, ranks)
     means = averaged(trials.frontiers(groups))
     looking = functools.partial(_found, options, trials, every, layers, means, groups, stages, ranks)
-    first = not ranks or ranks.first
     try:
         found, instead = _plan_or_instead(looking, wanted, layers, _measured_bytes(options, layers, wide))
     except NoPlanError:
         if first:
             records.join()
         raise
-    plan = make_plan(
-        options,
-        settings,
-        _full_cost(layers, found.choices),
-        found,
-        time.monotonic() - begun,
-        records.of(MADE),
-        instead,
-    )
+    full, seconds = _full_cost(layers, found.choices), time.monotonic() - begun
+    plan = make_plan(options, settings, full, found, seconds, records.of(MADE), instead)
     if first:
         keep(records, plan)
         records.join()
@@ -136,7 +118,10 @@ def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None)
 
 
 def _plan_or_instead(
-    looking: Callable[[Objective], Configuration], wanted: Objective, layers: Sequence[Layer], by_bytes: MeasuredBytes
+    looking: Callable[[Objective], Configuration],
+    wanted: Objective,
+    layers: Sequence[PlannedLayer],
+    by_bytes: MeasuredBytes,
 ) -> tuple[Configuration, str]:
     """Return what keeps the bound, and where it is not what was wanted but reads fewer bytes, why, as a sentence."""
     try:
@@ -153,7 +138,7 @@ def _found(
     options: RecommendOptions,
     trials: Trials,
     every: Sequence[TextWindow],
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     stages: Stages,
@@ -176,7 +161,7 @@ def _by_bytes(none: NoPlanError, looking: Callable[[], Configuration]) -> Config
         raise NoPlanError(f"{none} By bytes read, {either} {ADVICE}") from None
 
 
-def _predicted_time(found: Configuration, layers: Sequence[Layer], wanted: Predicted) -> str:
+def _predicted_time(found: Configuration, layers: Sequence[PlannedLayer], wanted: Predicted) -> str:
     """Say what a configuration costs by what was wanted."""
     cost = full = 0.0
     for layer in layers:
@@ -188,7 +173,7 @@ def _predicted_time(found: Configuration, layers: Sequence[Layer], wanted: Predi
 
 
 def _objective(
-    options: RecommendOptions, layers: Sequence[Layer], groups: Sequence[Sequence[Role]], wide: bool
+    options: RecommendOptions, layers: Sequence[PlannedLayer], groups: Sequence[Sequence[Role]], wide: bool
 ) -> Objective:
     """Return what is to be small: bytes that are measured, or what a step is predicted to cost."""
     if not options.predicted:
@@ -200,18 +185,18 @@ def _objective(
     return objective
 
 
-def _measured_bytes(options: RecommendOptions, layers: Sequence[Layer], wide: bool) -> MeasuredBytes:
+def _measured_bytes(options: RecommendOptions, layers: Sequence[PlannedLayer], wide: bool) -> MeasuredBytes:
     return MeasuredBytes(options.length, 2 if wide else layers[0].dtype.itemsize)
 
 
-def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
+def _layers(decoder: ModelDecoder, wide: bool) -> list[PlannedLayer]:
     """Return those that can be sparse; of a model that was computed `wide` on purpose with the dtype that it keeps."""
     from sparseattn.models.sparse_cache import SparseCache
 
     layers = SparseCache(decoder.model, "window", None).prepared.layers
     depth = decoder.config.num_hidden_layers
     return [
-        Layer(
+        PlannedLayer(
             i,
             layer.heads,
             layer.group,
@@ -223,7 +208,7 @@ def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
     ]
 
 
-def _doubt(machine: Machine | None, layer: Layer) -> None:
+def _doubt(machine: Machine | None, layer: PlannedLayer) -> None:
     """Say where a profile was measured with another shape than the layer's."""
     shape = None if machine is None else machine.about.get("shape")
     own = {"heads": layer.heads, "group": layer.group, "size": layer.size}
@@ -235,7 +220,7 @@ def _doubt(machine: Machine | None, layer: Layer) -> None:
         )
 
 
-def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence[Sequence[Role]]) -> None:
+def _check_costs(objective: Predicted, layers: Sequence[PlannedLayer], groups: Sequence[Sequence[Role]]) -> None:
     """Refuse, before anything is measured, a method whose step nothing predicts there."""
     for group in groups:
         for layer in layers:
@@ -281,7 +266,7 @@ def _divide(trials: Trials, ranks: JobRanks, words: str, count: int, measure: Ca
 
 
 def _choices(
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     objective: Objective,
@@ -300,7 +285,7 @@ def _choices(
     return choices
 
 
-def _full_cost(layers: Sequence[Layer], choices: dict[int, list[LayerOption]]) -> float:
+def _full_cost(layers: Sequence[PlannedLayer], choices: dict[int, list[LayerOption]]) -> float:
     """Return what full attention, the first choice of each layer, costs."""
     return sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
 
@@ -325,7 +310,7 @@ def _verified(
     options: RecommendOptions,
     trials: Trials,
     every: Sequence[TextWindow],
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     families: Sequence[dict[int, list[LayerOption]]],
     objective: Objective,
     stages: Stages,
@@ -362,21 +347,23 @@ def _verified(
         return mean([bound.loss(record) for record in verified])
 
     full = _full_cost(layers, families[0])
-    settled = settle(
-        lambda limit: propose(layers, families, limit, options.by_head, objective),
-        loss,
-        verify,
-        bound.limit,
-        bound.power,
-        full,
-    )
+
+    def proposed(limit: float) -> Proposal:
+        return propose(layers, families, limit, options.by_head, objective)
+
+    settled = settle(proposed, loss, verify, bound.limit, bound.power, full)
     if settled.proposal is not None:
         return settled.proposal, verified, settled.rounds
+    raise _none_keeps(bound, settled.rounds, full, _unit(objective))
+
+
+def _none_keeps(bound: Bound, rounds: Sequence[dict[str, Any]], full: float, unit: str) -> NoPlanError:
+    """What is said where no round kept the bound; full: what full attention costs, in `unit`."""
     tried = "; ".join(
-        f"{100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {_unit(objective)}"
-        for one in settled.rounds
+        f"{100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {unit}"
+        for one in rounds
     )
-    raise NoPlanError(
+    return NoPlanError(
         f"no configuration that costs less than full attention keeps {bound} on the held-out windows"
         f"{f' (verified: {tried})' if tried else ''}."
     )

@@ -282,12 +282,7 @@ def step_cost(
             raise ValueError(f"{name} is 0 or more rows, got {number}")
     sealed = max(context - sink - window - waiting, 0) // selector.unit * selector.unit
     near = context - sealed
-    scan: Scan | None = Scan(0.0, 0.0, (), shape.heads)
-    if sealed:
-        allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
-        scan = selector.full_scan(shape.query(), sealed, allowed)
-    if scan is None:
-        raise ValueError(f"{selector} does not say what choosing reads (scan), so no time can be predicted")
+    scan = _scan(selector, shape, context, sealed, budget)
     named, runs = scan.rows, scan.runs
     if rows is not None and named:
         named, runs = rows, runs * rows / named
@@ -298,15 +293,19 @@ def step_cost(
         launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail, scan.tail))
         distinct += scan.tail
     heads = shape.batch * shape.heads
-    return Cost(
-        tuple(launches),
-        shape.dtype,
-        heads * scan.read,
-        distinct,
-        heads * distinct * shape.row_bytes,
-        scan.expected,
-        selector.host,
-    )
+    read, of_rows = heads * scan.read, heads * distinct * shape.row_bytes
+    return Cost(tuple(launches), shape.dtype, read, distinct, of_rows, scan.expected, selector.host)
+
+
+def _scan(selector: Chooser, shape: Shape, context: int, sealed: int, budget: Budget) -> Scan:
+    """What choosing among `sealed` rows of `context` reads; ValueError where the method does not say."""
+    if not sealed:
+        return Scan(0.0, 0.0, (), shape.heads)
+    allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
+    scan = selector.full_scan(shape.query(), sealed, allowed)
+    if scan is None:
+        raise ValueError(f"{selector} does not say what choosing reads (scan), so no time can be predicted")
+    return scan
 
 
 def products(query: Tensor, entries: float, size: int, read: float = 0.0) -> Launch:

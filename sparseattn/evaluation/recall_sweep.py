@@ -282,16 +282,8 @@ def _sweep(
     return Curve(
         repr(method),
         method.knob,
-        {
-            "k": k,
-            "keys": rows,
-            "queries": fewest,
-            "layers": [problem.layer for problem in problems],
-            "heads": heads,
-            "group": group,
-            "size": size,
-            "dtype": "float32",
-        },
+        {"k": k, "keys": rows, "queries": fewest, "layers": [problem.layer for problem in problems]}
+        | {"heads": heads, "group": group, "size": size, "dtype": "float32"},
         tuple(points),
         sum(index.seconds for index in indexes) / len(indexes),
         sum(index.bytes for index in indexes) / len(indexes),

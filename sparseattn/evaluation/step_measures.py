@@ -49,42 +49,23 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         selection: what it selected for this query.
         scale: factor of the logits.
     """
-    if cache.sealed_device is not None:
-        raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
-    if cache.freed:
-        raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
-    if cache.codec is not None and not cache.stored.sealed.exact:
-        raise ValueError("compare needs the rows as they came: give a cache with rows= exact=True too")
-    _, heads, _, size = query.shape
+    _check_comparable(cache)
     keys, values, bounds, reads = rows_read(query, cache, selection)
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
     logits = query @ keys.mT * scale  # [1,H,G,N]
     total = logits.logsumexp(-1)  # [1,H,G]
     weights = logits.softmax(-1)
     full = weights @ values  # [1,H,G,D]
-    out = attend_chosen(query, cache, selection, scale=scale)
-    error = out - full
+    error = attend_chosen(query, cache, selection, scale=scale) - full
     far = weights[..., indexed].sum(-1)  # [1,H,G]
     found = (weights * reads)[..., indexed].sum(-1)
     sought = weights[..., indexed] >= measure_table.LOOKUP
     hits = (sought & reads[..., indexed]).sum(-1)
-    attended = reads.sum(-1)  # [1,H,G]
-    distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
-    always = int(bounds.dense(rows).sum())  # rows that every query reads
-    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
-    of_rows = (always * row_bytes + bytes_named(cache, selection))[..., None]
-    biases = selection.bias_bytes(heads)[..., None]
-    if (tail := cache.search.latest_tail) is not None:
-        attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
-        own = tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
-        distinct, of_rows = distinct + own, of_rows + own * row_bytes
-        biases = biases + tail.selection.bias_bytes(heads)[..., None]
-    unknown = torch.full(
-        (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
-    )  # a selector that does not say what it cost
-    scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
-    read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
-
+    row_bytes = 2 * keys.shape[3] * cache.selector.bytes_of(keys)  # a key and a value
+    always = int(bounds.dense(rows).sum()) * row_bytes  # of rows that every query reads
+    attended, distinct, of_rows = _cost_of_attending(cache, selection, reads, row_bytes)
+    scanned, read = _cost_of_choosing(query, selection)
+    tail = cache.search.latest_tail
     measured = {
         "mass": (weights * reads).sum(-1),
         "indexed_mass": far,
@@ -101,13 +82,51 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
-        "bytes_share": ((of_rows + biases + read) / (rows * row_bytes)).expand_as(attended),
+        "bytes_share": ((always + of_rows + read) / (rows * row_bytes)).expand_as(attended),
     }
-    top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
-    hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first
-    for k in RECALLS:
-        measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
+    measured |= _recalls(logits[..., indexed], reads[..., indexed])
     return {name: measured[name].double().flatten() for name in MEASURES}
+
+
+def _check_comparable(cache: KVCache) -> None:
+    """ValueError where rows that a step is compared with are not there, or not where it looks."""
+    if cache.sealed_device is not None:
+        raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
+    if cache.freed:
+        raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
+    if cache.codec is not None and not cache.stored.sealed.exact:
+        raise ValueError("compare needs the rows as they came: give a cache with rows= exact=True too")
+
+
+def _cost_of_attending(
+    cache: KVCache, selection: Selection, reads: Tensor, row_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows attended to and distinct ones among them, `[1,H,G]`, the tail's with them; and bytes `[1,H,1]` of the
+    selection's rows and the tail's, and of their biases. reads: `[1,H,G,N]` bool, without the tail's."""
+    heads = reads.shape[1]
+    attended = reads.sum(-1)
+    distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    read = (bytes_named(cache, selection) + selection.bias_bytes(heads))[..., None]
+    if (tail := cache.search.latest_tail) is not None:
+        attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
+        own = tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        distinct, read = distinct + own, read + own * row_bytes + tail.selection.bias_bytes(heads)[..., None]
+    return attended, distinct, read
+
+
+def _cost_of_choosing(query: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+    """Rows scanned `[1,H,1 or G]` and bytes read `[1,H,1]`, NaN where a selector does not say what it cost."""
+    heads = query.shape[1]
+    unknown = query.new_full((1, heads, 1), torch.nan, dtype=torch.float64)
+    scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
+    return scanned, unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
+
+
+def _recalls(logits: Tensor, reads: Tensor) -> dict[str, Tensor]:
+    """Shares `[1,H,G]` of the best rows by `logits` `[1,H,G,N]` that are read."""
+    top = logits.topk(min(max(RECALLS), logits.shape[-1]), dim=-1).indices
+    hit = reads.gather(-1, top)  # [1,H,G,k], best first
+    return {f"recall@{k}": hit[..., :k].double().mean(-1) for k in RECALLS}
 
 
 def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tensor, Tensor, Bounds, Tensor]:

@@ -108,16 +108,7 @@ def explore(
     for method in methods:
         replay_device(method, device)
         check_replay(trace, [budget], method, how)
-    shapes = {(trace.shapes[index].heads, trace.shapes[index].group) for index in chosen}
-    if len(shapes) > 1:
-        raise ValueError(f"layers {chosen} have different numbers of heads, {sorted(shapes)}: name layers that agree")
-    ((heads, group),) = shapes
-    size = queries * len(chosen) * heads * group * trace.tokens
-    if size > MOST:
-        raise ValueError(
-            f"{queries} tokens, {len(chosen)} layers and {heads * group} heads of {trace.tokens:,} rows are "
-            f"{size / 2**20:,.0f} MiB of weights, at most {MOST >> 20} are explored: name fewer layers or tokens"
-        )
+    heads, group = _heads(trace, chosen, queries)
     shape = (queries, len(chosen), heads * group)
     levels = torch.zeros(*shape, trace.tokens, dtype=torch.uint8)
     needed = torch.zeros(shape, dtype=torch.int64)
@@ -125,19 +116,27 @@ def explore(
     for i, method in enumerate(methods):
         noted = _Noted(trace, chosen, queries, group, shape)
         watch = functools.partial(noted.watch, levels=None if i else levels, needed=None if i else needed)
-        evaluate_budgets(
-            trace,
-            method,
-            [budget],
-            how,
-            progress=progress,
-            watch=watch,
-        )
+        evaluate_budgets(trace, method, [budget], how, progress=progress, watch=watch)
         readings.append(TokenReading(method.label(), noted.rows, noted.measured, noted.page or 1))
     asked = tuple(range(trace.tokens - queries, trace.tokens))
     return Exploration(
         trace.name, asked, tuple(chosen), heads * group, group, sink, window, budget, levels, needed, tuple(readings)
     )
+
+
+def _heads(trace: Trace, layers: Sequence[int], queries: int) -> tuple[int, int]:
+    """KV heads of the layers, and query heads of each; ValueError where layers differ, or hold too much to explore."""
+    shapes = {(trace.shapes[index].heads, trace.shapes[index].group) for index in layers}
+    if len(shapes) > 1:
+        raise ValueError(f"layers {layers} have different numbers of heads, {sorted(shapes)}: name layers that agree")
+    ((heads, group),) = shapes
+    size = queries * len(layers) * heads * group * trace.tokens
+    if size > MOST:
+        raise ValueError(
+            f"{queries} tokens, {len(layers)} layers and {heads * group} heads of {trace.tokens:,} rows are "
+            f"{size / 2**20:,.0f} MiB of weights, at most {MOST >> 20} are explored: name fewer layers or tokens"
+        )
+    return heads, group
 
 
 def level(weights: Tensor) -> Tensor:

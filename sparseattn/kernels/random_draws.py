@@ -16,7 +16,7 @@ def streams(seed: int, layer: int, heads: Sequence[int], device: torch.device) -
         seed: any integer.
         heads: A numbers of heads of the layer, see `Selector.numbers`.
     """
-    head = torch.tensor(list(heads), device=device)
+    head = _numbers(tuple(heads), device)
     return _mix(_mix(_mix(torch.full_like(head, _signed(seed % (1 << 64)))) + layer) + head)
 
 
@@ -56,6 +56,13 @@ def one_set(seed: int, size: int, count: int, device: torch.device) -> Tensor:
     """
     with torch.inference_mode(False):  # a training step may use what inference has made
         return directions(seed, 0, [0], size, count)[0].to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """`[A]` int64 on `device`, held once: a CUDA graph may not copy what only the host has."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _mix(x: Tensor) -> Tensor:

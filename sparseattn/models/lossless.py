@@ -20,7 +20,7 @@ from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_in
 from sparseattn.models.drafts.checks import check_cache, check_request
-from sparseattn.models.drafts.length import Auto, DraftLength, Fixed
+from sparseattn.models.drafts.length import AutoLength, DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
 from sparseattn.models.drafts.rules import Rules
 from sparseattn.models.drafts.stats import LosslessStats
@@ -194,10 +194,10 @@ class Lossless:
         return loop.tokens(request.pad)
 
     def _length(self, cache: SparseCache, batch: int) -> DraftLength:
-        return auto_length(cache, batch) if self.draft == "auto" else Fixed(int(self.draft))
+        return auto_length(cache, batch) if self.draft == "auto" else FixedLength(int(self.draft))
 
 
-def auto_length(cache: SparseCache, batch: int) -> Auto:
+def auto_length(cache: SparseCache, batch: int) -> AutoLength:
     """Return what chooses the number of drafts for `batch` sequences in a cache, by its model's sizes and the clock."""
     model = cache.model
     weights = sum(part.nbytes for part in model.parameters())
@@ -206,7 +206,7 @@ def auto_length(cache: SparseCache, batch: int) -> Auto:
         for index, what in cache.prepared.layers.items()
         if index in cache.sparse_layers
     )
-    return Auto(batch * rows / weights)
+    return AutoLength(batch * rows / weights)
 
 
 def generate_lossless(

@@ -57,7 +57,7 @@ class Prefill:
         if chunk is not None and chunk < 1:
             raise ValueError(f"a chunk has at least 1 token, got {chunk}")
         self.tokens = input_ids.shape[1]
-        self._cache = SparseCache(model, _Kept(float(queries)), None, sink=0, window=0, sparse_from=self.tokens)
+        self._cache = SparseCache(model, _KeptQueries(float(queries)), None, sink=0, window=0, sparse_from=self.tokens)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         for start in range(0, self.tokens, chunk or self.tokens):
@@ -111,7 +111,7 @@ class Prefill:
         return f"Prefill({name_of(self._cache.model)}): {self.tokens} tokens"
 
 
-class _Kept(LearnsFromQueries, Window):
+class _KeptQueries(LearnsFromQueries, Window):
     """Never chooses: it makes the cache keep the queries of a prefill, for the selectors to come."""
 
     def __init__(self, queries_share: float) -> None:

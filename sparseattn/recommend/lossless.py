@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from sparseattn.core.budget import Budget, budget_label
-from sparseattn.models.drafts.blocks import Block, advance, loop_behind
-from sparseattn.models.drafts.length import Fixed
+from sparseattn.models.drafts.blocks import TimedTokens, advance, loop_behind
+from sparseattn.models.drafts.length import FixedLength
 from sparseattn.models.prefill import Prefill
 
 GAIN = 1.05  # times plain decoding below which drafts are not worth recommending
@@ -80,14 +80,14 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
         trial: see `DraftTrial`.
         done: called after each method and budget on each prompt.
     """
-    blocks: dict[tuple[str, Budget, int], list[tuple[Block, Block]]] = {}
+    blocks: dict[tuple[str, Budget, int], list[tuple[TimedTokens, TimedTokens]]] = {}
     for ids in prompts:
         prefill = Prefill(model, ids, chunk=trial.chunk)
         for method in trial.methods:
             for budget in trial.budgets:
                 room = ids.shape[1] + (trial.tokens + 16) * (len(trial.drafts) + 3)
                 cache = prefill.cache(method, budget, sink=trial.sink, window=trial.window, capacity=room)
-                length = Fixed(max(trial.drafts))
+                length = FixedLength(max(trial.drafts))
                 loop = loop_behind(prefill, cache, ids, length)
                 advance(loop, 1)  # compiles, and builds the index
                 length.drafts = 0
@@ -102,7 +102,9 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
     return sorted(choices, key=lambda choice: -choice.to_plain)
 
 
-def _choice(selector: str, budget: Budget, drafts: int, pairs: Sequence[tuple[Block, Block]]) -> DraftChoice:
+def _choice(
+    selector: str, budget: Budget, drafts: int, pairs: Sequence[tuple[TimedTokens, TimedTokens]]
+) -> DraftChoice:
     rates = [block.tokens / block.seconds for block, _ in pairs]
     ratios = [(block.tokens / block.seconds) / (plain.tokens / plain.seconds) for block, plain in pairs]
     drafted = sum(block.stats.drafted for block, _ in pairs)

@@ -16,7 +16,7 @@ from sparseattn.selectors.base import Selector
 
 
 @dataclass(frozen=True)
-class Layer:
+class PlannedLayer:
     """A layer of the model.
 
     Args:
@@ -41,10 +41,10 @@ class Objective(Protocol):
     def unit(self) -> str:
         """ "bytes" or "seconds", of a step in all layers that can be sparse."""
 
-    def heads(self, layer: Layer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
+    def heads(self, layer: PlannedLayer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
         """What a step costs in a layer whose heads all have one role, by KV head."""
 
-    def layer(self, layer: Layer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:
+    def layer(self, layer: PlannedLayer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:
         """What a step costs in a layer; `costs` are what `heads` said of each role."""
 
 
@@ -61,11 +61,11 @@ class MeasuredBytes:
     width: int
     unit = "bytes"
 
-    def heads(self, layer: Layer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
+    def heads(self, layer: PlannedLayer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
         """By what was measured of each head."""
         return [share * self.context * 2 * layer.size * self.width for share in bytes_heads]
 
-    def layer(self, layer: Layer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:
+    def layer(self, layer: PlannedLayer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:
         """Heads add up."""
         each = [given] * layer.heads if isinstance(given, Role) else given
         return sum(costs[role][head] for head, role in enumerate(each))
@@ -92,18 +92,18 @@ class Predicted:
         """See `Objective`."""
         return "bytes" if self.machine is None else "seconds"
 
-    def heads(self, layer: Layer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
+    def heads(self, layer: PlannedLayer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
         """A layer's cost in equal parts: its launches serve all heads."""
         return [self._of(self._cost(layer, role, layer.heads)) / layer.heads] * layer.heads
 
-    def layer(self, layer: Layer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:
+    def layer(self, layer: PlannedLayer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:
         """Heads of one role share their launches, heads of others have launches of their own."""
         if isinstance(given, Role):
             return sum(costs[given])
         counts = {role: list(given).count(role) for role in given}
         return self._of(total(self._cost(layer, role, count) for role, count in counts.items()))
 
-    def _cost(self, layer: Layer, role: Role, heads: int) -> Cost:
+    def _cost(self, layer: PlannedLayer, role: Role, heads: int) -> Cost:
         shape = Shape(self.batch, heads, layer.group, layer.size, layer.dtype)
         if role.method == DENSE:
             return dense_cost(shape, self.context)

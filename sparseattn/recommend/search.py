@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparseattn.recommend.choosing import Option, choose
-from sparseattn.recommend.objective import Layer, Objective
+from sparseattn.recommend.objective import Objective, PlannedLayer
 from sparseattn.roles.role import DENSE, Role
 from sparseattn.roles.roles import Roles
 
@@ -65,7 +65,7 @@ class Proposal:
 
 
 def propose(
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     families: Sequence[Mapping[int, Sequence[LayerOption]]],
     limit: float,
     by_head: bool,
@@ -90,7 +90,7 @@ def propose(
 
 
 def _proposed(
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     choices: Mapping[int, Sequence[LayerOption]],
     limit: float,
     by_head: bool,

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from sparseattn.recommend.objective import Layer
+from sparseattn.recommend.objective import PlannedLayer
 from sparseattn.recommend.search import LayerOption
 
 
@@ -23,7 +23,7 @@ def between(points: Iterable[tuple[float, float]], at: float) -> float | None:
 
 
 def singles(
-    layers: Sequence[Layer], choices: Mapping[int, Sequence[LayerOption]], kl: float
+    layers: Sequence[PlannedLayer], choices: Mapping[int, Sequence[LayerOption]], kl: float
 ) -> dict[str, float | None]:
     """Method -> what it costs in all layers with the budget at which their losses add up to `kl`, by rising cost; None
     where all its budgets lose more."""

@@ -37,104 +37,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
+from sparseattn.traces.trace_file import TraceFile
 from sparseattn.traces.trace_format import (
-    AHEAD,
-    CODES,
-    FORMAT,
-    NAMES,
-    NATIVE,
     VERSION,
     LayerShape,
     TraceError,
-    check_meta,
     check_pieces,
     each_once,
-    hash_of,
     integers,
-    is_whole,
     json_of,
-    read_header,
 )
+from sparseattn.traces.trace_layer import TraceContents, TraceLayer
 from sparseattn.traces.trace_writer import TraceWriter
-from sparseattn.utils.json_text import JsonError, parse_entry
 
 __all__ = ["VERSION", "LayerShape", "Trace", "TraceError", "TraceLayer"]
-
-
-@dataclass(frozen=True, eq=False)
-class TraceLayer:
-    """What one attention layer saw.
-
-    Args:
-        index: the layer's number in the model.
-        query: `[H,G,Q,D]` after RoPE, of the last Q tokens; Q = T in a captured trace.
-        keys: `[H,T,D]` after RoPE.
-        values: `[H,T,D]`.
-        scale: logits are `scale * q.k`.
-        rope: the RoPE that the layer applied, or None: it applies none, or none that could be verified.
-        window: width of the layer's sliding window (row t sees rows `t-window+1 .. t`), or None.
-        ahead: `[H,G,Q,D]` after RoPE: of the same tokens, the queries that this layer makes of the input of the
-            attention layer before; None: not recorded, or there is none before.
-        native: `[Hs,Q,S]` int32, the tokens that the layer's own index chose for the same queries, best first where it
-            ranks them, -1 for unused places; one list for each KV head or one for all. None: it has no index.
-
-    Raises:
-        TraceError: shapes or dtypes that do not fit together, or what `LayerShape` refuses.
-    """
-
-    index: int
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-    scale: float
-    rope: Rope | None = None
-    window: int | None = None
-    ahead: Tensor | None = None
-    native: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        q, k, v = self.query, self.keys, self.values
-        if q.ndim != 4 or k.ndim != 3:
-            raise TraceError(
-                f"a layer's query is [H,G,T,D] and its keys and values are [H,T,D], layer {self.index} has "
-                f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
-            )
-        shape, tensors = self.shape, self.tensors
-        shape.check(k.shape[1], [list(tensors[name].shape) for name in shape.names])
-        chosen = tensors.pop(NATIVE, None)
-        if chosen is not None and (chosen.dtype != torch.int32 or len(chosen) not in (1, len(k))):
-            raise TraceError(
-                f"a layer's native is int32 [Hs,Q,S] with Hs 1 or its {len(k)} KV heads, layer {self.index} has "
-                f"{chosen.dtype} {list(chosen.shape)}"
-            )
-        if {x.dtype for x in tensors.values()} != {k.dtype} or k.dtype not in CODES:
-            raise TraceError(
-                f"a layer's tensors share one dtype of float32, float16 and bfloat16, layer {self.index} has "
-                f"{q.dtype}, {k.dtype} and {v.dtype}" + ("" if self.ahead is None else f", ahead {self.ahead.dtype}")
-            )
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Name in a file -> tensor."""
-        held = {"query": self.query, "keys": self.keys, "values": self.values}
-        more = {AHEAD: self.ahead, NATIVE: self.native}
-        return held | {name: tensor for name, tensor in more.items() if tensor is not None}
-
-    @property
-    def shape(self) -> LayerShape:
-        """What a writer must know of this layer beforehand."""
-        heads, group, queries, size = self.query.shape
-        native = None if self.native is None else (self.native.shape[0], self.native.shape[2])
-        ahead = self.ahead is not None
-        return LayerShape(self.index, heads, group, size, self.scale, self.window, queries, ahead, native)
 
 
 class Trace:
@@ -155,25 +77,19 @@ class Trace:
     def __init__(
         self,
         name: str,
-        positions: Tensor,
-        shapes: Mapping[int, LayerShape],
-        ropes: Mapping[int, Rope | None],
-        dtype: torch.dtype,
-        meta: Mapping[str, Any],
+        contents: TraceContents,
         load: Callable[[int], TraceLayer],
-        hashes: Mapping[str, str] | None = None,
         check: Callable[[str], None] = lambda name: None,
-        pieces: Sequence[str] | None = None,
     ) -> None:
         self.name = name
-        self.positions = positions
-        self.shapes = dict(sorted(shapes.items()))
+        self.positions = contents.positions
+        self.shapes = dict(sorted(contents.shapes.items()))
         self.layers = tuple(self.shapes)
-        self.ropes = {index: ropes[index] for index in self.layers}
-        self.dtype = dtype
-        self.meta = dict(meta)
-        self.pieces = check_pieces(pieces, len(positions))
-        self.hashes = None if hashes is None else dict(hashes)
+        self.ropes = {index: contents.ropes[index] for index in self.layers}
+        self.dtype = contents.dtype
+        self.meta = dict(contents.meta)
+        self.pieces = check_pieces(contents.pieces, self.tokens)
+        self.hashes = None if contents.hashes is None else dict(contents.hashes)
         self._load = load
         self._check = check
         self._right: set[str] = set()  # names of tensors that were compared with their hashes
@@ -233,7 +149,8 @@ class Trace:
 
         shapes = {index: replace(shape, queries=held[index]) for index, shape in self.shapes.items()}
         pieces = None if self.pieces is None else self.pieces[:tokens]
-        return Trace(self.name, self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, load, pieces=pieces)
+        contents = TraceContents(self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, pieces)
+        return Trace(self.name, contents, load)
 
     def verify(self, index: int | None = None, names: Sequence[str] | None = None) -> None:
         """Compare the tensors of one layer, or of all, with the file's hashes; a correct tensor is not read again.
@@ -287,7 +204,8 @@ class Trace:
                 )
         shapes = {index: layer.shape for index, layer in held.items()}
         ropes = {index: layer.rope for index, layer in held.items()}
-        return cls(name, positions, shapes, ropes, layers[0].keys.dtype, meta or {}, held.__getitem__, pieces=pieces)
+        contents = TraceContents(positions, shapes, ropes, layers[0].keys.dtype, meta or {}, pieces)
+        return cls(name, contents, held.__getitem__)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, one layer in memory at a time; the file appears whole or not at all.
@@ -310,93 +228,5 @@ class Trace:
         Raises:
             TraceError: missing, not a trace, truncated, of another version, or inconsistent.
         """
-        path = Path(path)
-        tensors, metadata = read_header(path)
-        if metadata.get("format") != FORMAT:
-            raise TraceError(f"{path} is a safetensors file, but not a trace (`sparseattn capture` makes one)")
-        if metadata.get("version") != str(VERSION):
-            raise TraceError(
-                f"{path} has trace format version {metadata.get('version')}, this sparseattn reads version {VERSION}"
-            )
-        from safetensors import SafetensorError
-
-        file = _mapped(path)
-        try:
-            positions = integers(file.get_tensor("positions"))
-            ropes = [
-                Rope(file.get_tensor(f"rope.{k}.inv_freq"), entry["scaling"], entry["interleaved"])
-                for k, entry in enumerate(parse_entry(metadata, "ropes"))
-            ]
-            entries = parse_entry(metadata, "layers")
-            each_once([entry["index"] for entry in entries])
-            layers = {entry["index"]: _read_layer(entry, tensors, len(positions), ropes) for entry in entries}
-            meta = parse_entry(metadata, "meta")
-            check_meta(meta)
-            pieces = check_pieces(parse_entry(metadata, "pieces", "null"), len(positions))
-            held = [f"layers.{index}.{name}" for index, (shape, _) in layers.items() for name in shape.names]
-            dtypes = {tensors[name]["dtype"] for name in held if not name.endswith(f".{NATIVE}")}
-            if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
-                raise TraceError(f"its layers are of {' and '.join(sorted(dtypes))}")
-            hashes: dict[str, str] = parse_entry(metadata, "hashes", "{}")
-            if "hashes" in metadata:
-                if not isinstance(hashes, dict) or hashes.keys() != tensors.keys():
-                    raise TraceError("its hashes are not those of its tensors")
-                for name in ("positions", *(f"rope.{k}.inv_freq" for k in range(len(ropes)))):
-                    _check_hash(file, name, hashes)
-        except (TraceError, JsonError) as error:
-            raise TraceError(f"{path} is a damaged trace: {error}") from error
-        except (LookupError, TypeError, ValueError, SafetensorError) as error:
-            raise TraceError(f"{path} is a damaged trace: its metadata and tensors do not fit together") from error
-
-        def load(index: int) -> TraceLayer:
-            shape, rope = layers[index]
-            # A mapping that stayed would keep every page read resident, layer after layer and prompt after prompt.
-            rows = _mapped(path)
-            read = {name: rows.get_tensor(f"layers.{index}.{name}") for name in shape.names}
-            return TraceLayer(index, scale=shape.scale, rope=rope, window=shape.window, **read)
-
-        def check(name: str) -> None:
-            try:
-                _check_hash(_mapped(path), name, hashes)
-            except TraceError as error:
-                raise TraceError(f"{path} is a damaged trace: {error}") from error
-
-        dtype = next(dtype for dtype, code in CODES.items() if code in dtypes)
-        known = {index: shape for index, (shape, _) in layers.items()}
-        turns = {index: rope for index, (_, rope) in layers.items()}
-        return cls(path.stem, positions, known, turns, dtype, meta, load, hashes or None, check, pieces)
-
-
-def _mapped(path: Path) -> Any:
-    """The safetensors file `path`, mapped into memory until this and all its tensors are let go of."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise TraceError(f"{path} cannot be read: {error}") from error
-
-
-def _check_hash(file: Any, name: str, hashes: Mapping[str, str]) -> None:
-    if hash_of(name, file.get_tensor(name)) != hashes[name]:
-        raise TraceError(f"its {name} is not what was written")
-
-
-def _read_layer(
-    entry: dict[str, Any], tensors: dict[str, Any], tokens: int, ropes: Sequence[Rope]
-) -> tuple[LayerShape, Rope | None]:
-    """What the metadata's entry of a layer says, checked against the tensors' shapes."""
-    index, k = entry["index"], entry["rope"]
-    missing = [name for name in NAMES if f"layers.{index}.{name}" not in tensors]
-    if missing:
-        raise TraceError(f"layer {index} lacks its {' and '.join(missing)}")
-    heads, group, queries, size = tensors[f"layers.{index}.query"]["shape"]
-    ahead, chosen = f"layers.{index}.{AHEAD}" in tensors, tensors.get(f"layers.{index}.{NATIVE}")
-    if chosen is not None and (chosen["dtype"] != "I32" or len(chosen["shape"]) != 3):
-        raise TraceError(f"layer {index} has native {chosen['dtype']} {chosen['shape']}, which is I32 [Hs,Q,S]")
-    native = None if chosen is None else (chosen["shape"][0], chosen["shape"][2])
-    shape = LayerShape(index, heads, group, size, entry["scale"], entry["window"], queries, ahead, native)
-    shape.check(tokens, [tensors[f"layers.{index}.{name}"]["shape"] for name in shape.names])
-    if k is not None and not (is_whole(k, 0) and k < len(ropes)):
-        raise TraceError(f"layer {index} names rope {k}, the file has {len(ropes)}")
-    return shape, None if k is None else ropes[k]
+        file = TraceFile.open(Path(path))
+        return cls(file.path.stem, file.contents, file.layer, file.check)

@@ -1,6 +1,6 @@
 """What the files of traces are made of: the constants of the format, the shape of a layer, hashes, the header.
 
-`trace.py` documents the format and reads it, `trace_writer.py` writes it.
+`trace.py` documents the format, `trace_file.py` reads it, `trace_writer.py` writes it.
 """
 
 from __future__ import annotations

@@ -66,16 +66,9 @@ def examples(
         generator: decides all draws.
     """
     positions, at, device = view.positions, view.query_positions, view.keys.device
-    reach = at - positions[filters.sink] > filters.gap
-    if filters.two_sided:
-        reach |= positions[-1] - at > filters.gap
-    usable = reach.nonzero().flatten().cpu()
+    usable = _usable(view, filters)
     order = torch.randperm(len(usable) * len(members), generator=generator)[: CANDIDATES * limit]
-    sampled = None
-    if keys is not None and keys < len(positions) - filters.sink:
-        chosen = torch.randperm(len(positions) - filters.sink, generator=generator)[:keys] + filters.sink
-        sampled = torch.zeros(len(positions), dtype=torch.bool, device=device)
-        sampled[chosen.to(device)] = True
+    sampled = _sampled(view, filters, keys, generator)
     member_of = torch.tensor(members)
 
     def look(some: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -120,6 +113,25 @@ def examples(
         return Examples(empty(0, view.keys.shape[1]), empty(0, buckets), passed, seen)
     queries, target = (torch.cat(column)[:limit] for column in zip(*parts, strict=True))
     return Examples(queries, target, passed, seen)
+
+
+def _usable(view: HeadView, filters: Filters) -> Tensor:
+    """`[n]` on the CPU, which queries have keys beyond the gap."""
+    reach = view.query_positions - view.positions[filters.sink] > filters.gap
+    if filters.two_sided:
+        reach |= view.positions[-1] - view.query_positions > filters.gap
+    return reach.nonzero().flatten().cpu()
+
+
+def _sampled(view: HeadView, filters: Filters, keys: int | None, generator: torch.Generator) -> Tensor | None:
+    """`[T]` bool, `keys` of the keys behind the sink; None: there are no more, or all are to be."""
+    behind = len(view.positions) - filters.sink
+    if keys is None or keys >= behind:
+        return None
+    chosen = torch.randperm(behind, generator=generator)[:keys] + filters.sink
+    sampled = torch.zeros(len(view.positions), dtype=torch.bool, device=view.keys.device)
+    sampled[chosen.to(view.keys.device)] = True
+    return sampled
 
 
 def _margin(scores: Tensor, at: Tensor, positions: Tensor, filters: Filters) -> Tensor:

@@ -18,7 +18,7 @@ from sparseattn.selectors.tokens.hata import Hata
 from sparseattn.selectors.tokens.indexer import Indexer
 from sparseattn.training.calibrate import output_file
 from sparseattn.training.layer_files import written_by_layer
-from sparseattn.training.learned_index import LEAST, HashByLabels, HashCodes, Index, Layer, LowDimensions, fit
+from sparseattn.training.learned_index import LEAST, HashByLabels, HashCodes, Index, LowDimensions, PromptLayer, fit
 from sparseattn.training.partial import Partial
 from sparseattn.training.prompts import Prompts, load, open_all
 from sparseattn.training.recipe import TrainingError
@@ -77,7 +77,7 @@ class IndexRecipe:
         """Return a selector of this width."""
         return Hata(bits=self.many) if self.method == "hata" else Indexer(dimensions=self.many)
 
-    def index(self, layer: Layer, number: int) -> Index:
+    def index(self, layer: PromptLayer, number: int) -> Index:
         """Return what is fitted to a layer of this number, whose shapes are those of `layer`."""
         draws = stream(self.seed, "first maps", number)
         heads, size = layer.query.shape[0], layer.query.shape[3]
@@ -162,7 +162,7 @@ def _layer(
     return fitted.found(), loss
 
 
-def layers_of(prompts: Prompts, index: int, device: torch.device) -> list[Layer]:
+def layers_of(prompts: Prompts, index: int, device: torch.device) -> list[PromptLayer]:
     """Return a layer of every prompt."""
     found = []
     for prompt in prompts.train:
@@ -171,5 +171,5 @@ def layers_of(prompts: Prompts, index: int, device: torch.device) -> list[Layer]
         heads = range(prompts.shapes[index].heads)
         views = [view for _, view in load(prompts, prompt, index, heads, True, device)]
         keys, query = torch.stack([view.keys for view in views]), torch.stack([view.query for view in views])
-        found.append(Layer(query, keys, views[0].scale))
+        found.append(PromptLayer(query, keys, views[0].scale))
     return found

@@ -29,7 +29,7 @@ FIRST = 0.125  # share of a prompt before which no query is drawn
 
 
 @dataclass(frozen=True)
-class Layer:
+class PromptLayer:
     """What a layer of one prompt is fitted to.
 
     Args:
@@ -44,7 +44,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnQueries:
     """A step's queries `[H,G,q,D]` and keys `[H,n,D]` float32, which keys each query may attend to `[q,n]` bool, and
     how its attention among these is shared out, `[H,G,q,n]`."""
 
@@ -64,7 +64,7 @@ class Index(ABC):
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
         """Return `[H,G,q,n]`, logits of keys for queries by their codes."""
 
-    def loss(self, drawn: Drawn) -> Tensor:
+    def loss(self, drawn: DrawnQueries) -> Tensor:
         """Return what a step lowers: the cross entropy of the attention from the scores, in nats."""
         scores = self.scores(drawn.query, drawn.keys).masked_fill(~drawn.seen, torch.finfo(torch.float32).min)
         return -(drawn.attention * scores.log_softmax(-1)).sum(-1).mean()
@@ -80,7 +80,7 @@ class Index(ABC):
 
 def fit(
     index: Index,
-    prompts: Sequence[Layer],
+    prompts: Sequence[PromptLayer],
     steps: int,
     rate: float,
     seed: Sequence[int | str],
@@ -114,7 +114,7 @@ def fit(
     return sum(last) / len(last)
 
 
-def draw(prompt: Layer, draws: torch.Generator) -> Drawn:
+def draw(prompt: PromptLayer, draws: torch.Generator) -> DrawnQueries:
     """Return a step's queries and keys: queries behind the first eighth of a prompt, keys anywhere."""
     tokens, asked = prompt.keys.shape[1], prompt.query.shape[2]
     first = max(tokens - asked, min(int(FIRST * tokens) + SINK + NEAR + 1, tokens - 1))
@@ -124,7 +124,7 @@ def draw(prompt: Layer, draws: torch.Generator) -> Drawn:
     keys = prompt.keys[:, which.to(prompt.keys.device)]
     seen = ((which >= SINK) & (which <= at[:, None] - NEAR)).to(keys.device)
     logits = (prompt.scale * query @ keys[:, None].mT).masked_fill(~seen, -torch.inf)
-    return Drawn(query, keys, seen, logits.softmax(-1).nan_to_num(0.0), prompt.scale)
+    return DrawnQueries(query, keys, seen, logits.softmax(-1).nan_to_num(0.0), prompt.scale)
 
 
 class Rounded(torch.autograd.Function):
@@ -184,7 +184,7 @@ class HashByLabels(HashCodes):
     def optimizer(self, rate: float) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters.values(), rate, momentum=0.9, weight_decay=1e-6)
 
-    def loss(self, drawn: Drawn) -> Tensor:
+    def loss(self, drawn: DrawnQueries) -> Tensor:
         directions = self.parameters["directions"]
         bits, many = directions.shape[2], drawn.seen.sum()
         asked, kept = (
@@ -197,7 +197,7 @@ class HashByLabels(HashCodes):
         crossed = directions.mT @ directions - torch.eye(bits, device=directions.device)
         return near + balance.square().sum() + torch.linalg.vector_norm(crossed)
 
-    def labels(self, drawn: Drawn) -> Tensor:
+    def labels(self, drawn: DrawnQueries) -> Tensor:
         """Return `[H,G,q,n]`: 20 for the best key, falling to 1 at the last of the best tenth; -1 for the others."""
         best = (drawn.seen.sum(-1).clamp(min=10) // 10)[:, None]  # [q,1]
         rank = drawn.attention.argsort(-1, descending=True).argsort(-1)
@@ -230,7 +230,7 @@ class ProductBooks(Index):
 class LowDimensions(Index):
     """Images of keys in few dimensions, in four bits each, as `Indexer` has them."""
 
-    def __init__(self, layer: Layer, dimensions: int, draws: torch.Generator) -> None:
+    def __init__(self, layer: PromptLayer, dimensions: int, draws: torch.Generator) -> None:
         heads, group, _, size = layer.query.shape
         spread, self.scale = float(layer.keys.square().mean().sqrt()), layer.scale
         turn = torch.randn(heads, size, dimensions, generator=draws) / size**0.5

@@ -177,21 +177,18 @@ def _train_layer(
             }
         curves["classifier"] = recovered(classifier_scores(fitted_all, held.queries), held)
     total_seconds = time.perf_counter() - started
+    seconds = {
+        "kmeans": kmeans_seconds / len(heads),
+        "targets": pool_seconds / len(heads),
+        "classifier": (total_seconds - kmeans_seconds - pool_seconds) / len(heads),
+    }
     for i, head in enumerate(heads):
-        facts = found[i] | {
-            "layer": index,
-            "head": head,
-            "far_mass": held.far[i].mean(-1).tolist(),
-            "recovered": {
-                name: {str(share): curve[i, ..., s].mean(-1).tolist() for s, share in enumerate(recipe.shares)}
-                for name, curve in curves.items()
-            },
-            "seconds": {
-                "kmeans": kmeans_seconds / len(heads),
-                "targets": pool_seconds / len(heads),
-                "classifier": (total_seconds - kmeans_seconds - pool_seconds) / len(heads),
-            },
+        shares = {
+            name: {str(share): curve[i, ..., s].mean(-1).tolist() for s, share in enumerate(recipe.shares)}
+            for name, curve in curves.items()
         }
+        facts = found[i] | {"layer": index, "head": head, "far_mass": held.far[i].mean(-1).tolist()}
+        facts |= {"recovered": shares, "seconds": dict(seconds)}
         one = fitted[i]
         tensors = {"centroids": centroids[i]} | ({} if one is None else one.tensors())
         folder.write(folder.finished(index, head), tensors, facts)

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,11 +59,7 @@ def similarity(
         SimilarityError: a file that cannot be written.
         ValueError: a device that torch cannot use here.
     """
-    out, place = Path(out), usable_device(device)
-    if out.suffix != ".safetensors" or out.is_dir():
-        raise TrainingError(f"a similarity is a .safetensors file, got {out}")
-    if not out.parent.is_dir():
-        raise TrainingError(f"{out} is in a folder that does not exist: {out.parent}")
+    place, out = usable_device(device), _output(Path(out))
     if queries < 1:
         raise TrainingError(f"queries are 1 or more of each prompt, got {queries}")
     prompts = open_all(traces, layers, True)
@@ -70,14 +67,27 @@ def similarity(
     heads = {shape.heads for shape in prompts.shapes.values()}
     if len(heads) > 1:
         raise TrainingError(f"layers have {sorted(heads)} KV heads, and heads of one number are compared")
-    total = len(prompts.shapes) * len(prompts.train)
-    found = []
+    found, count = [], len(prompts.shapes)
     for number, (prompt, at) in enumerate(zip(prompts.train, asked, strict=True)):
-        before = number * len(prompts.shapes)
-        done = functools.partial(_tell, progress, before, total)
+        done = functools.partial(_tell, progress, number * count, count * len(prompts.train))
         found.append(_of_prompt(prompt.trace, tuple(prompts.shapes), at, place, done))
+    Similarity(tuple(prompts.shapes), torch.stack(found).mean(0), _origin(prompts, list(map(len, asked)))).save(out)
+    return Similarity.load(out)
+
+
+def _output(out: Path) -> Path:
+    """`out`, if a similarity can be written there; else TrainingError."""
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise TrainingError(f"a similarity is a .safetensors file, got {out}")
+    if not out.parent.is_dir():
+        raise TrainingError(f"{out} is in a folder that does not exist: {out.parent}")
+    return out
+
+
+def _origin(prompts: Prompts, queries: Sequence[int]) -> dict[str, Any]:
+    """What a similarity of these prompts was made from, `queries` of each."""
     shape = next(iter(prompts.shapes.values()))
-    meta = {
+    return {
         "model": prompts.model,
         "config_hash": prompts.config_hash,
         "heads": shape.heads,
@@ -86,13 +96,11 @@ def similarity(
         "least": LEAST,
         "sink": SINK,
         "window": WINDOW,
-        "queries": [len(at) for at in asked],
+        "queries": list(queries),
         "prompts": [{"name": p.trace.name, "sha256": p.sha256, "tokens": p.tokens} for p in prompts.train],
         "versions": versions(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-    Similarity(tuple(prompts.shapes), torch.stack(found).mean(0), meta).save(out)
-    return Similarity.load(out)
 
 
 def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:

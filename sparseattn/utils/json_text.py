@@ -32,6 +32,47 @@ class _Refused:
         self.why = why
 
 
+class _Hooks:
+    """What the values of a JSON text become; those that it must not hold are `refused`.
+
+    Args:
+        digits: that a whole number may have.
+    """
+
+    def __init__(self, digits: int) -> None:
+        self.digits = digits
+        self.refused: list[_Refused] = []
+
+    def _refuse(self, why: str) -> _Refused:
+        self.refused.append(_Refused(why))
+        return self.refused[-1]
+
+    def whole(self, number: str) -> int | _Refused:
+        count = len(number.lstrip("-"))
+        if count > self.digits:
+            return self._refuse(f"a number has at most {self.digits} digits, got {count}; as text it may be longer")
+        return int(number)
+
+    def real(self, number: str) -> float | _Refused:
+        value = float(number)
+        if math.isfinite(value):
+            return value
+        return self._refuse(f"a number is one that a float holds, got {_short(number)}")
+
+    def constant(self, name: str) -> _Refused:
+        return self._refuse(f"{name} is no number in JSON")
+
+    def unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    value[key] = self._refuse(f"{reprlib.repr(key)} comes twice")
+                seen.add(key)
+        return value
+
+
 def parse(text: str | bytes, *, digits: int = DIGITS, finite: bool = True, once: bool = True) -> Any:
     """Return the value of a JSON text.
 
@@ -50,45 +91,17 @@ def parse(text: str | bytes, *, digits: int = DIGITS, finite: bool = True, once:
     if isinstance(text, bytes):
         text = _decoded(text)
     _check_depth(text)
-    refused: list[_Refused] = []
-
-    def refuse(why: str) -> _Refused:
-        refused.append(_Refused(why))
-        return refused[-1]
-
-    def whole(number: str) -> int | _Refused:
-        count = len(number.lstrip("-"))
-        if count > digits:
-            return refuse(f"a number has at most {digits} digits, got {count}; as text it may be longer")
-        return int(number)
-
-    def real(number: str) -> float | _Refused:
-        value = float(number)
-        return value if math.isfinite(value) else refuse(f"a number is one that a float holds, got {_short(number)}")
-
-    def constant(name: str) -> _Refused:
-        return refuse(f"{name} is no number in JSON")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            seen: set[str] = set()
-            for key, _ in pairs:
-                if key in seen:
-                    value[key] = refuse(f"{reprlib.repr(key)} comes twice")
-                seen.add(key)
-        return value
-
-    hooks: dict[str, Any] = {"parse_float": real, "parse_constant": constant} if finite else {}
+    hooks = _Hooks(digits)
+    wanted: dict[str, Any] = {"parse_float": hooks.real, "parse_constant": hooks.constant} if finite else {}
     if once:
-        hooks["object_pairs_hook"] = unique
+        wanted["object_pairs_hook"] = hooks.unique
     try:
-        value = json.loads(text, parse_int=whole, **hooks)
+        value = json.loads(text, parse_int=hooks.whole, **wanted)
     except json.JSONDecodeError as error:
         raise JsonError(f"it is not JSON at {_place(text, error.pos)}: {error.msg}") from None
     except RecursionError:  # called from deep within other code
         raise JsonError(f"lists and objects are nested more than {DEPTH} deep") from None
-    if refused or _SURROGATE.search(text):
+    if hooks.refused or _SURROGATE.search(text):
         for field, leaf in fields(value):
             if isinstance(leaf, _Refused):
                 raise JsonError(_at(field, leaf.why))

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparseattn.kernels import implementations
 
 aten = torch.ops.aten
 WAITS = {  # the host reads a number, or the size of the result is one
@@ -35,7 +38,8 @@ SIZED = {aten.repeat_interleave.self_int}  # by a number of the host's: the resu
 
 
 class HostWaits(RuntimeError):
-    """An operation for which the host waits for the device, or whose result's size is data."""
+    """An operation for which the host waits for the device, whose result's size is data, or that copies what only the
+    host has, which a capture refuses."""
 
 
 class Recording(TorchDispatchMode):
@@ -66,6 +70,10 @@ class Recording(TorchDispatchMode):
     def __enter__(self) -> Recording:
         # These read a CPU tensor's memory without an operation that could be seen.
         self._hidden = [mock.patch.object(Tensor, name, self._refuse(name)) for name in ("tolist", "numpy")]
+        made = ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (Tensor, "new_tensor"))
+        self._hidden += [
+            mock.patch.object(where, name, self._refuse_made(getattr(where, name))) for where, name in made
+        ]
         for patch in self._hidden:
             patch.start()
         return super().__enter__()
@@ -84,6 +92,14 @@ class Recording(TorchDispatchMode):
             return real(tensor, *args, **kwargs)
 
         return read
+
+    def _refuse_made(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                raise HostWaits(f"torch's {real.__name__} copies what only the host has, which a capture refuses")
+            return real(*args, **kwargs)
+
+        return make
 
     def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` recorded as one step, whatever it does inside: a kernel, whose interpreter works on the host."""
@@ -115,3 +131,9 @@ class Recording(TorchDispatchMode):
 
 def _tensors(found: Any) -> list[Tensor]:
     return [part for part in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(part, Tensor)]
+
+
+def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
+    """To choose as the recording does."""
+    patch.setattr(implementations, "choose", implementations.choose.__wrapped__)  # what it has found is kept
+    patch.setattr(implementations, "why_not_numba", lambda *_: "off")

@@ -10,7 +10,7 @@ import torch
 
 from sparseattn import SELECTORS, KVCache, Mass, decode
 from sparseattn.cache.decode import attend_chosen
-from tests.cache.recorded import HostWaits, Recording
+from tests.cache.recorded import HostWaits, Recording, choose_without_numba
 from tests.cases import FEW, ON_DEVICE, Case, attention, by_name
 
 pytest.importorskip("triton")
@@ -84,12 +84,6 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
 
 def _kernel(names: tuple[str, ...]) -> str:
     return "triton" if "triton" in names else "torch"
-
-
-def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
-    """To choose as the recording does."""
-    patch.setattr(implementations, "choose", implementations.choose.__wrapped__)  # what it has found is kept
-    patch.setattr(implementations, "why_not_numba", lambda *_: "off")
 
 
 def break_ties(patch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from sparseattn.kernels.encode_keys.levels import levels_of_8_bits, levels_of_16
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import level_grid, packing
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from tests.cache.recorded import choose_without_numba
 from tests.cases import heads
 
 pytest.importorskip("triton")
@@ -292,7 +293,8 @@ def test_scores_at_full_size(dtype: torch.dtype, vote: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_an_index_moved_to_the_gpu_and_back_chooses_the_same(bits: int) -> None:
+def test_an_index_moved_to_the_gpu_and_back_chooses_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_without_numba(monkeypatch)  # which rounds the query to 8 bits
     queries, keys, values = heads(2, 2, 4, 500, 64)
     cache = KVCache(LowBit(bits, rows=32), sink=4, window=8)
     cache.append(keys, values)

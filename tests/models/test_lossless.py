@@ -15,7 +15,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from sparseattn.models.cache_argument import cache_argument  # noqa: E402
-from sparseattn.models.drafts.length import Auto  # noqa: E402
+from sparseattn.models.drafts.length import AutoLength  # noqa: E402
 from sparseattn.models.drafts.rejection import accept_sampled  # noqa: E402
 from sparseattn.models.errors import ModelError  # noqa: E402
 from sparseattn.models.load import encode, load_model  # noqa: E402
@@ -271,7 +271,7 @@ def test_in_16_bits_tokens_differ_at_a_tie_first(llama: Any) -> None:
 # -- how many drafts ---------------------------------------------------------------------------------------------------
 
 
-def _choices(length: Auto, rounds: int, accepted: Callable[[int], int], draft: float, tokens: float) -> list[int]:
+def _choices(length: AutoLength, rounds: int, accepted: Callable[[int], int], draft: float, tokens: float) -> list[int]:
     """What is drafted when a draft step takes `draft` seconds and a verification 1 and `tokens` for each draft."""
     chosen = []
     for _ in range(rounds):
@@ -283,22 +283,22 @@ def _choices(length: Auto, rounds: int, accepted: Callable[[int], int], draft: f
 
 def test_auto_drafts_as_many_as_pay() -> None:
     """Cheap drafts that are accepted: the most; dear verifications or rejections: fewer; what cannot pay: none."""
-    assert _choices(Auto(1.0), 8, lambda k: k, 0.1, 0.0) == [0, 0, 4, 4, 8, 8, 8, 8]
-    some = _choices(Auto(1.0), 60, lambda k: min(k, 1), 0.1, 0.05)
+    assert _choices(AutoLength(1.0), 8, lambda k: k, 0.1, 0.0) == [0, 0, 4, 4, 8, 8, 8, 8]
+    some = _choices(AutoLength(1.0), 60, lambda k: min(k, 1), 0.1, 0.05)
     assert set(some[4:]) <= {0, 1, 2}
     assert some.count(1) + some.count(2) > 50
-    assert _choices(Auto(1.0), 30, lambda k: 0, 0.5, 0.2)[4:] == [0] * 26
-    assert _choices(Auto(1.0), 30, lambda k: k, 0.9, 0.9)[4:] == [0] * 26
+    assert _choices(AutoLength(1.0), 30, lambda k: 0, 0.5, 0.2)[4:] == [0] * 26
+    assert _choices(AutoLength(1.0), 30, lambda k: k, 0.9, 0.9)[4:] == [0] * 26
 
 
 def test_auto_decodes_densely_where_attention_is_a_small_part() -> None:
-    length = Auto(1e-5)
+    length = AutoLength(1e-5)
     assert _choices(length, 5, lambda k: k, 0.1, 0.0) == [0] * 5
     assert "attention reads 9% of a step's bytes at 10,000 tokens" in length.reason
 
 
 def test_auto_tries_again_ever_more_rarely() -> None:
-    chosen = _choices(Auto(1.0), 700, lambda k: 0, 0.5, 0.2)
+    chosen = _choices(AutoLength(1.0), 700, lambda k: 0, 0.5, 0.2)
     tries = [i for i, count in enumerate(chosen) if count]
     assert tries[:2] == [2, 3]
     waits = [b - a - 1 for a, b in pairwise(tries[1:])]
@@ -306,7 +306,7 @@ def test_auto_tries_again_ever_more_rarely() -> None:
 
 
 def test_auto_returns_to_drafts_that_pay_at_last() -> None:
-    length = Auto(1.0)
+    length = AutoLength(1.0)
     assert _choices(length, 50, lambda k: 0, 0.2, 0.01)[-1] == 0
     assert _choices(length, 400, lambda k: k, 0.2, 0.01)[-1] == 8
     assert length.reason == ""

@@ -91,7 +91,7 @@ HOMES = {
         "models/transformers_classes.py",
     ),
     "vllm": tuple(f"serving/vllm/{name}.py" for name in VLLM),
-    "safetensors": ("utils/tensor_files.py", "traces/trace.py"),
+    "safetensors": ("utils/tensor_files.py", "traces/trace_file.py"),
     "jinja2": ("reporting/html/html.py",),
     "matplotlib": ("reporting/plots/panels.py",),
     "sklearn": ("evaluation/attention_stats.py",),

@@ -21,7 +21,7 @@ from sparseattn.recommend.bounds import Bound, parse_error
 from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.choosing import STEPS, Option, choose, efficient
 from sparseattn.recommend.frontier import measured
-from sparseattn.recommend.objective import Layer, MeasuredBytes, Predicted
+from sparseattn.recommend.objective import MeasuredBytes, PlannedLayer, Predicted
 from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.search import LayerOption, Proposal, propose, search
 from sparseattn.recommend.settling import settle
@@ -125,7 +125,7 @@ def test_what_is_beaten_at_its_own_cost_is_no_option() -> None:
     assert efficient(options) == [1, 3, 0]
 
 
-LAYERS = [Layer(i, 2, 2, 16, torch.bfloat16) for i in range(3)]
+LAYERS = [PlannedLayer(i, 2, 2, 16, torch.bfloat16) for i in range(3)]
 
 
 def choices(weights: tuple[float, ...] = (1.0, 0.1, 0.001)) -> dict[int, list[LayerOption]]:
@@ -158,7 +158,7 @@ def test_seconds_are_of_launches_which_heads_of_two_roles_do_not_share() -> None
     from sparseattn.cost_model.machine import Machine
 
     objective = Predicted(131072, 8, 4, 64, Machine.load("h100"))
-    layer, dense, quest = Layer(0, 8, 4, 128, torch.bfloat16), Role("dense"), Role("quest", 2048)
+    layer, dense, quest = PlannedLayer(0, 8, 4, 128, torch.bfloat16), Role("dense"), Role("quest", 2048)
     costs = {role: objective.heads(layer, role, []) for role in (dense, quest)}
     assert objective.unit == "seconds"
     assert sum(costs[quest]) < sum(costs[dense])

@@ -22,7 +22,7 @@ from sparseattn.selectors.parameters.learned_index import (
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
 from sparseattn.training import CodesRecipe, IndexRecipe, TrainingError, index_run, train_codes, train_index
-from sparseattn.training.learned_index import HashByLabels, Layer, draw, fit
+from sparseattn.training.learned_index import HashByLabels, PromptLayer, draw, fit
 from sparseattn.utils.hashing import stream
 
 SIZE = 16
@@ -132,7 +132,9 @@ def test_a_killed_run_goes_on_from_the_layers_that_are_done(
 
 def test_labels_of_the_papers_loss_fall_from_20_to_1_over_the_best_tenth() -> None:
     draws = torch.Generator().manual_seed(0)
-    prompt = Layer(torch.randn(2, 2, 400, SIZE, generator=draws), torch.randn(2, 400, SIZE, generator=draws), 0.25)
+    prompt = PromptLayer(
+        torch.randn(2, 2, 400, SIZE, generator=draws), torch.randn(2, 400, SIZE, generator=draws), 0.25
+    )
     index = HashByLabels(2, SIZE, 8, draws)
     drawn = draw(prompt, stream("labels"))
     labels = index.labels(drawn)
@@ -153,7 +155,7 @@ def test_what_is_fitted_is_what_is_read(traces: list[Path], tmp_path: Path, meth
     file, recipe = tmp_path / "index.safetensors", IndexRecipe(method, 8, steps=20)
     train_index(traces[:1], file, recipe)
     shown = Trace.open(traces[0]).layer(1)
-    layer = Layer(shown.query.float(), shown.keys.float(), shown.scale)
+    layer = PromptLayer(shown.query.float(), shown.keys.float(), shown.scale)
     index = recipe.index(layer, 1)
     fit(index, [layer], 20, 0.01, (0, "steps", 1))
     selector = (Hata if method == "hata" else Indexer)(str(file)).for_layer(LayerContext(1, scale=shown.scale))

@@ -18,7 +18,7 @@ from sparseattn.selectors.base import Selector
 from sparseattn.serving.vllm import cuda_layer
 from sparseattn.serving.vllm.cuda_layer import SparseCUDALayer
 from sparseattn.serving.vllm.cuda_rows import finished
-from sparseattn.serving.vllm.cuda_step import Eager, Fixed, decoding
+from sparseattn.serving.vllm.cuda_step import Eager, FixedBuffers, decoding
 from sparseattn.serving.vllm.page_tables import PageZones
 
 pytest.importorskip("triton")
@@ -122,7 +122,7 @@ def test_both_ways_read_what_a_cache_of_each_request_alone_reads(selector: Selec
     layer.fit(batch.keys)
     layer.update(batch.keys, places)
     steps = {"eager": Eager(zones, indexed).step(batch.common, batch.metadata, decoding(batch.common, ABOVE))}
-    fixed = Fixed(zones, 6, 8 * BLOCK, torch.device("cpu"), indexed)
+    fixed = FixedBuffers(zones, 6, 8 * BLOCK, torch.device("cpu"), indexed)
     again, steps["fixed"] = fixed.fill(batch.common, batch.metadata, decoding(batch.common, ABOVE))
     if again is not None:
         before = {name: held.clone() for name, held in layer.store.entries.items()}
@@ -172,7 +172,7 @@ def test_without_others_vllm_has_nothing_to_do_and_without_sparse_ones_we_have_n
 
 
 def test_steps_of_a_fixed_shape_keep_their_tensors() -> None:
-    fixed = Fixed(zones_of(Quest(16)), 4, 8 * BLOCK, torch.device("cpu"))
+    fixed = FixedBuffers(zones_of(Quest(16)), 4, 8 * BLOCK, torch.device("cpu"))
     seen = []
     for rows in ([200, 61, 20], [33, 256, 70]):
         batch = Batch(rows, [1] * 3, [False] * 3)
@@ -207,7 +207,7 @@ def test_a_step_of_fixed_shape_never_waits(selector: Selector, monkeypatch: pyte
     batch, indexed = Batch([200, 50, 131], [1] * 3, [False] * 3), not isinstance(selector, Window)
     layer = SparseCUDALayer(selector, BLOCK, 2)
     layer.fit(batch.keys)
-    fixed = Fixed(zones_of(selector), 4, 8 * BLOCK, torch.device("cpu"), indexed)
+    fixed = FixedBuffers(zones_of(selector), 4, 8 * BLOCK, torch.device("cpu"), indexed)
     sparse = decoding(batch.common, ABOVE)
 
     def unchecked(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, **how: Any) -> Any:
@@ -255,7 +255,7 @@ def test_requests_that_pad_a_batch_are_not_sparse() -> None:
 
 def test_more_requests_than_lines_are_refused() -> None:
     batch = Batch([200, 120], [1, 1], [False, False])
-    fixed = Fixed(zones_of(Quest(16)), 1, 8 * BLOCK, torch.device("cpu"))
+    fixed = FixedBuffers(zones_of(Quest(16)), 1, 8 * BLOCK, torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"at most 1 requests \(max_num_seqs\), got 2"):
         fixed.fill(batch.common, batch.metadata, decoding(batch.common, ABOVE))
 

@@ -153,9 +153,9 @@ def record(builder: Any, most: int) -> None:
 
     import torch
 
-    from sparseattn.serving.vllm.cuda_step import Fixed
+    from sparseattn.serving.vllm.cuda_step import FixedBuffers
 
-    builder.fixed = Fixed(builder.zones, 4, most, torch.device("cpu"))
+    builder.fixed = FixedBuffers(builder.zones, 4, most, torch.device("cpu"))
     build, capture, recorded = builder.build, builder.build_for_cudagraph_capture, {}
 
     def replayed(prefix: int, common: Any, fast_build: bool = False) -> Any:

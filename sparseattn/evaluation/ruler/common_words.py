@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sparseattn.evaluation.ruler.room import Drawn, Room, fitted, largest
+from sparseattn.evaluation.ruler.room import Room, RulerPrompt, fitted, largest
 from sparseattn.evaluation.ruler.templates import COMMON_WORDS
 
 ASKED = 10  # words
@@ -31,21 +31,21 @@ class CommonWords:
         self.words = list(words)
         random.Random(seed).shuffle(self.words)
 
-    def prompts(self, room: Room) -> Iterator[Drawn]:
+    def prompts(self, room: Room) -> Iterator[RulerPrompt]:
         """Make prompts for a length, without end.
 
         Raises:
             ValueError: the length holds none, or needs more words than there are.
         """
 
-        def draw(n: int, sample: int = 0) -> Drawn:
+        def draw(n: int, sample: int = 0) -> RulerPrompt:
             return self.draw(n, room.short)
 
         each = room.tokens(draw(LOOK)) / LOOK
         number = largest(draw, room, STEP, int(room.most // each) * 2)
         yield from fitted(draw, room, number, STEP, fewest=ASKED)
 
-    def draw(self, n: int, short: bool) -> Drawn:
+    def draw(self, n: int, short: bool) -> RulerPrompt:
         """Return a prompt with a list of n words, those that recur counted once."""
         shown, *repeats = SHORT_EXAMPLE if short else EXAMPLE
         context, answers = self._listed(shown, *repeats)
@@ -55,9 +55,9 @@ class CommonWords:
         before = f"{example.context}{example.question} {_numbered(example.answers)}\n"
         return replace(asked, context=before + asked.context)
 
-    def _prompt(self, context: str, answers: Sequence[str], n: int) -> Drawn:
+    def _prompt(self, context: str, answers: Sequence[str], n: int) -> RulerPrompt:
         head, ask, lead = COMMON_WORDS.head, COMMON_WORDS.ask, COMMON_WORDS.lead
-        return Drawn(head + context, ask + lead, lead, tuple(answers), n)
+        return RulerPrompt(head + context, ask + lead, lead, tuple(answers), n)
 
     def _listed(self, n: int, often: int, seldom: int) -> tuple[str, list[str]]:
         """A numbered list, and the words that are `often` in it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseattn.evaluation.ruler.room import Drawn, Room, fitted, largest
+from sparseattn.evaluation.ruler.room import Room, RulerPrompt, fitted, largest
 from sparseattn.evaluation.ruler.templates import DOCUMENT, QUESTIONS
 from sparseattn.utils.json_text import JsonError, parse
 
@@ -116,21 +116,21 @@ class Documents:
         self.seed, self.random = seed, random.Random(seed)
         self.file, self.questions, self.documents = questions.name, questions.questions, questions.documents
 
-    def prompts(self, room: Room) -> Iterator[Drawn]:
+    def prompts(self, room: Room) -> Iterator[RulerPrompt]:
         """Make prompts for a length, until there are no more questions.
 
         Raises:
             ValueError: the length does not hold one, or there is none left.
         """
 
-        def first(n: int) -> Drawn:
+        def first(n: int) -> RulerPrompt:
             return self.draw(n, 0)
 
         each = room.tokens(first(STEP)) / STEP
         number = largest(first, room, STEP, int(room.most / each * 3))
         yield from fitted(self.draw, room, number, STEP, max(len(one.own) for one in self.questions))
 
-    def draw(self, n: int, sample: int) -> Drawn:
+    def draw(self, n: int, sample: int) -> RulerPrompt:
         """Return a prompt of n documents for the question of that number."""
         if sample >= len(self.questions):
             raise ValueError(f"{self.file} holds {len(self.questions)} questions, asked for {sample + 1} or more")
@@ -145,7 +145,7 @@ class Documents:
             DOCUMENT.format(number=number, document=document) for number, document in enumerate(chosen, 1)
         )
         ask = QUESTIONS.ask.format(query=question.words)
-        return Drawn(QUESTIONS.head + context, ask + QUESTIONS.lead, QUESTIONS.lead, question.answers, n)
+        return RulerPrompt(QUESTIONS.head + context, ask + QUESTIONS.lead, QUESTIONS.lead, question.answers, n)
 
     def _chosen(self, question: DocumentQuestion, n: int) -> list[int]:
         own, near = list(question.own), list(question.near)

@@ -7,7 +7,7 @@ import random
 import string
 from collections.abc import Iterator
 
-from sparseattn.evaluation.ruler.room import Drawn, Room
+from sparseattn.evaluation.ruler.room import Room, RulerPrompt
 from sparseattn.evaluation.ruler.templates import FREQUENT_WORDS
 
 LETTERS = 6  # of a word
@@ -28,7 +28,7 @@ class FrequentWords:
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, random.Random(seed)
 
-    def prompts(self, room: Room) -> Iterator[Drawn]:
+    def prompts(self, room: Room) -> Iterator[RulerPrompt]:
         """Make prompts for a length, without end.
 
         Raises:
@@ -63,8 +63,8 @@ class FrequentWords:
     def _word(self) -> str:
         return "".join(self.random.choices(string.ascii_lowercase, k=LETTERS))
 
-    def _prompt(self, vocabulary: list[str], number: int) -> Drawn:
+    def _prompt(self, vocabulary: list[str], number: int) -> RulerPrompt:
         text = [word for rank, word in enumerate(vocabulary, 1) for _ in range(int(number * rank**-2.0 / ZETA))]
         random.Random(self.seed).shuffle(text)
         head, ask, lead = FREQUENT_WORDS.head, FREQUENT_WORDS.ask, FREQUENT_WORDS.lead
-        return Drawn(head + " ".join(text), ask + lead, lead, tuple(vocabulary[1 : ASKED + 1]), number)
+        return RulerPrompt(head + " ".join(text), ask + lead, lead, tuple(vocabulary[1 : ASKED + 1]), number)

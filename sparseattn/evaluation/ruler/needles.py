@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 
-from sparseattn.evaluation.ruler.room import Drawn, Room, fitted, largest
+from sparseattn.evaluation.ruler.room import Room, RulerPrompt, fitted, largest
 from sparseattn.evaluation.ruler.sentences import Sentences
 from sparseattn.evaluation.ruler.templates import NEEDLE, NEEDLES, NOISE, ONE, Hidden
 from sparseattn.evaluation.ruler.words import Names
@@ -32,7 +32,7 @@ class Needles:
         self.random = random.Random(seed)
         self.text = Sentences(re.sub(r"\s+", " ", text).split(" ")) if hidden.haystack == "essay" else None
 
-    def prompts(self, room: Room) -> Iterator[Drawn]:
+    def prompts(self, room: Room) -> Iterator[RulerPrompt]:
         """Make prompts for a length, without end.
 
         Raises:
@@ -44,7 +44,7 @@ class Needles:
         number = largest(self.draw, room, step, int(room.most / each * 3))
         yield from fitted(lambda n, _: self.draw(n), room, number, step)
 
-    def draw(self, n: int) -> Drawn:
+    def draw(self, n: int) -> RulerPrompt:
         """Return a prompt with a haystack of n words or lines."""
         hidden = self.hidden
         keys, values, needles = [], [], []
@@ -59,7 +59,7 @@ class Needles:
         query = f"{', '.join(before)}, and {last}" if before else last
         answers = tuple(value for i in asked for value in values[i])
         head, ask, lead = (words.format(kind=self._kind, query=query) for words in self._words)
-        return Drawn(head + context, ask + lead, lead, answers, n)
+        return RulerPrompt(head + context, ask + lead, lead, answers, n)
 
     @property
     def _single(self) -> bool:

@@ -13,7 +13,7 @@ SHORT = 4096  # tokens below which RULER takes smaller steps and smaller example
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RulerPrompt:
     """A prompt: `context + question`.
 
     Args:
@@ -59,7 +59,7 @@ class Room:
         """Tokens of prompt and answer."""
         return self.length - self.spare
 
-    def tokens(self, drawn: Drawn) -> int:
+    def tokens(self, drawn: RulerPrompt) -> int:
         """Of a prompt."""
         return self.count(drawn.context) + self.count(drawn.question)
 
@@ -72,7 +72,7 @@ class Room:
         )
 
 
-def largest(draw: Callable[[int], Drawn], room: Room, step: int, highest: int, used: int = 0) -> int:
+def largest(draw: Callable[[int], RulerPrompt], room: Room, step: int, highest: int, used: int = 0) -> int:
     """Search, by halves, for the most distractors that fit; `step` where nothing fits.
 
     Every look draws a new prompt, so that an unlucky one may mislead the search. That is RULER's way.
@@ -94,7 +94,9 @@ def largest(draw: Callable[[int], Drawn], room: Room, step: int, highest: int, u
     return best
 
 
-def fitted(draw: Callable[[int, int], Drawn], room: Room, number: int, step: int, fewest: int = 1) -> Iterator[Drawn]:
+def fitted(
+    draw: Callable[[int, int], RulerPrompt], room: Room, number: int, step: int, fewest: int = 1
+) -> Iterator[RulerPrompt]:
     """Make prompts one after the other, without end; one that is too long is drawn again with `step` distractors fewer.
 
     Args:

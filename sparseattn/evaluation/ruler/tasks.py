@@ -10,7 +10,7 @@ from sparseattn.evaluation.ruler.common_words import CommonWords
 from sparseattn.evaluation.ruler.documents import Documents, Questions
 from sparseattn.evaluation.ruler.frequent_words import FrequentWords
 from sparseattn.evaluation.ruler.needles import Needles
-from sparseattn.evaluation.ruler.room import Drawn, Room
+from sparseattn.evaluation.ruler.room import Room, RulerPrompt
 from sparseattn.evaluation.ruler.templates import (
     COMMON_WORDS,
     FREQUENT_WORDS,
@@ -99,7 +99,7 @@ def examples(
 class Maker(Protocol):
     """What draws the prompts of one task, all from one seed."""
 
-    def prompts(self, room: Room) -> Iterator[Drawn]:
+    def prompts(self, room: Room) -> Iterator[RulerPrompt]:
         """Make prompts for a length, one after the other."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from sparseattn.evaluation.ruler.room import Drawn, Room, fitted, largest
+from sparseattn.evaluation.ruler.room import Room, RulerPrompt, fitted, largest
 from sparseattn.evaluation.ruler.templates import NOISE, VARIABLES
 
 HOPS = 4  # assignments from a variable to the next
@@ -32,7 +32,7 @@ class Variables:
     def __init__(self, seed: int) -> None:
         self.random, self._values = random.Random(seed), _numpy_random(seed)
 
-    def prompts(self, room: Room) -> Iterator[Drawn]:
+    def prompts(self, room: Room) -> Iterator[RulerPrompt]:
         """Make prompts for a length, without end.
 
         Raises:
@@ -44,21 +44,21 @@ class Variables:
         each = room.tokens(self.draw(step)) / step
         number = largest(self.draw, room, step, int(room.most / each * 3), room.count(example))
 
-        def behind_example(n: int, sample: int) -> Drawn:
+        def behind_example(n: int, sample: int) -> RulerPrompt:
             drawn = self.draw(n)
             return replace(drawn, context=f"{self._renamed(example)}\n{drawn.context}")
 
         yield from fitted(behind_example, room, number, step, fewest=HOPS + 1)
 
-    def draw(self, n: int) -> Drawn:
+    def draw(self, n: int) -> RulerPrompt:
         """Return a prompt with n rounds of noise and no example."""
         return self._prompt(n, self._names(LETTERS), None)
 
-    def _example(self, room: Room) -> Drawn:
+    def _example(self, room: Room) -> RulerPrompt:
         """The prompt of `EXAMPLE_TOKENS` tokens, its answer not counted, that is shown with its answer."""
         small = replace(room, length=EXAMPLE_TOKENS, answer=0)
 
-        def draw(n: int, sample: int = 0) -> Drawn:
+        def draw(n: int, sample: int = 0) -> RulerPrompt:
             return self._prompt(n, self._names(EXAMPLE_LETTERS), EXAMPLE_VALUE)
 
         each = small.tokens(draw(SHORT_STEP)) / SHORT_STEP
@@ -74,7 +74,7 @@ class Variables:
     def _letters(self, n: int) -> str:
         return "".join(self.random.choices(string.ascii_uppercase, k=n))
 
-    def _prompt(self, n: int, names: list[str], value: str | None) -> Drawn:
+    def _prompt(self, n: int, names: list[str], value: str | None) -> RulerPrompt:
         value = str(self._values.randint(10_000, 99_999)) if value is None else value
         lines = [f"VAR {names[0]} = {value}"]
         lines += [f"VAR {after} = VAR {before} " for before, after in pairwise(names)]
@@ -84,7 +84,7 @@ class Variables:
         facts = {"query": value, "number": HOPS + 1}
         head, ask, lead = (words.format(**facts) for words in (VARIABLES.head, VARIABLES.ask, VARIABLES.lead))
         context = "\n".join(noise).replace(". \n", ".\n")
-        return Drawn(head + context, ask + lead, lead, tuple(names), n)
+        return RulerPrompt(head + context, ask + lead, lead, tuple(names), n)
 
     def _renamed(self, example: str) -> str:
         """The example with other variables and another value."""

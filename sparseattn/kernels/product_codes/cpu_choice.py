@@ -107,9 +107,10 @@ def _sample(stored, tables, tail, total, apart, unit, sums, near, tops):
 
 
 @njit
-def _mark(codes, step, count, bits, names, share, valid, tops, limit, sums, marks):
+def _mark(stored, tables, tops, limit, sums, marks):
     """Mark those of 128 rows that are valid and `limit` at most below `tops`, as `possible` does; sums: room for
     `[G + 1,64]` int16. All but numbers are addresses."""
+    (codes, step, count, bits, valid), (names, share) = stored, tables
     for half in range(2):
         first, bits_of = half * BLOCK, array_at(np.uint64, marks, 2)
         _add_block(codes + first, step, count, bits, names, share, sums, 2 * BLOCK, valid + first)
@@ -118,15 +119,16 @@ def _mark(codes, step, count, bits, names, share, valid, tops, limit, sums, mark
 
 
 @njit
-def _list(stored, tables, losses, begins, work, tail, total, tops, limit, most, kept, rows):
+def _list(stored, tables, tail, total, limit, most, places):
     """List the valid rows that are `limit` at most below `tops`, and perhaps others. Return how many, -1 where there
     is no room for them.
 
-    losses, begins: of `make_losses`; work: room for two numbers of 64 bits and `[G + 1,64]` int16; kept, rows:
-    `[count,most]` codes and `[most]` names that are written. All but numbers are addresses: arrays would be counted
-    anew for each tile.
+    places: those of `choose_rows`, with losses and begins of `make_losses`. Written are kept and rows, `[count,most]`
+    codes and `[most]` names; work has room for two numbers of 64 bits and `[G + 1,64]` int16. All are addresses, as
+    arrays would be counted anew for each tile.
     """
-    (codes, step, count, bits, valid), (names, share), found, whole = stored, tables, 0, total // TILE * TILE
+    (codes, step, count, bits, valid), share, found, whole = stored, tables[1], 0, total // TILE * TILE
+    _, _, kept, rows, _, tops, begins, losses, _, work = places
     for first in range(0, total, TILE):
         if found + TILE > most:
             return -1
@@ -136,7 +138,7 @@ def _list(stored, tables, losses, begins, work, tail, total, tops, limit, most, 
         if SHUFFLES > 0 and bits == 4:
             possible(at, across, count, losses, 32 * count, begins, share, there, work)
         else:
-            _mark(at, across, count, bits, names, share, there, tops, limit, work + 16, work)
+            _mark((at, across, count, bits, there), tables, tops, limit, work + 16, work)
         ask(at + AHEAD, across, count)
         ask(at + AHEAD + BLOCK, across, count)
         found = list_rows(work, found, first, at, across, count, kept, most, rows)
@@ -149,10 +151,10 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
     """List the valid rows that are no farther below their `tops` than the `more`-th, and perhaps others. Return how
     many, in whole blocks, and how far below the last candidate is; -1 where there is no room.
 
-    limit: about how far that is; places: of `_places`.
+    limit: about how far that is; places: those of `choose_rows`.
     """
     (_, _, count, bits, _), (names, share) = stored, tables
-    sums, near, kept, rows, _, tops, begins, losses, ones, work = places
+    sums, near, kept, _, _, tops, begins, losses, ones, _ = places
     marked, size = array_at(np.uint8, ones, BLOCK), count * 8 // bits << bits
     marked[:] = 1
     while True:
@@ -160,7 +162,7 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
             array_at(np.uint8, names, share * size), array_at(np.int16, tops, share), (share, size >> bits, 1 << bits),
             limit, array_at(np.uint8, losses, share * size), array_at(np.uint8, begins, share),
         )  # fmt: skip
-        found = _list(stored, tables, losses, begins, work, tail, total, tops, limit, most, kept, rows)
+        found = _list(stored, tables, tail, total, limit, most, places)
         if found < 0:
             return found, 0
         if found >= more or limit == ALL:
@@ -177,10 +179,11 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
 
 
 @njit
-def _vote(sums, near, weighed, rows, factors_at, step, count, last, unit, share, wanted):
-    """Move the names of the best of `count` rows, in whole blocks, to the front of `rows`, and return how many; see
-    `choose`. sums, near, weighed, rows, factors_at: addresses, the last of room for `[G]` float32; step: rows from a
+def _vote(places, step, count, last, unit, share, wanted):
+    """Move the names of the best of `count` rows, in whole blocks, to the front of rows, and return how many; see
+    `choose`. places: of `choose_rows`, where the heads' factors `[G]` float32 take the place of tops; step: rows from a
     query head's sums and weights to the next's."""
+    sums, near, _, rows, weighed, factors_at, _, _, _, _ = places
     factors, least = array_at(np.float32, factors_at, share), np.float32(np.inf)
     for g in range(share):
         top = highest_sum(sums + 2 * step * g, near, np.int16(last), count)
@@ -230,7 +233,7 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
     wide, last = _candidates(stored, tables, tail, total, more, limit, most, places)
     if wide < 0:
         return wide
-    chosen = _vote(arena, near, weighed, rows, tops, most, wide, last, unit, share, len(out))
+    chosen = _vote(places, most, wide, last, unit, share, len(out))
     named = array_at(np.int32, rows, most)
     for i in range(chosen):
         out[i] = named[i]

@@ -17,6 +17,7 @@ from sparseattn.kernels.product_codes.cpu_registers import (
     COMPRESSES,
     LONG,
     WIDTH,
+    CodesAt,
     both_codes,
     bytes_of,
     for_groups,
@@ -39,7 +40,7 @@ def _fewer(builder, x, y):
     return builder.select(builder.icmp_unsigned("<", x, y), x, y)
 
 
-def _losses(builder, heads, g, codes, step, count, tables, size, begins, least):
+def _losses(builder, heads, g, codes, tables, size, begins, least):
     for tile in range(0, TILE // WIDTH, TOGETHER):
         totals = [[cgutils.alloca_once(builder, BYTES) for _ in range(TOGETHER)] for _ in range(heads)]
         for head, own in enumerate(totals):
@@ -47,8 +48,8 @@ def _losses(builder, heads, g, codes, step, count, tables, size, begins, least):
             for total in own:
                 builder.store(begin, total)
         first = builder.add(tables, builder.mul(g, size))
-        with cgutils.for_range(builder, count) as loop:
-            at = moved(builder, builder.add(codes, builder.mul(loop.index, step)), tile * WIDTH)
+        with cgutils.for_range(builder, codes.count) as loop:
+            at = moved(builder, builder.add(codes.at, builder.mul(loop.index, codes.step)), tile * WIDTH)
             names = [both_codes(builder, moved(builder, at, part * WIDTH)) for part in range(TOGETHER)]
             table = builder.add(first, builder.shl(loop.index, long(5)))
             for head in range(heads):
@@ -81,7 +82,7 @@ def possible(typing, codes, step, count, tables, size, begins, share, valid, mar
             builder.store(every(BYTES, ABOVE), held)
 
         def losses(heads, g):
-            _losses(builder, heads, g, codes_, step_, count_, tables_, size_, begins_, least)
+            _losses(builder, heads, g, CodesAt(codes_, step_, count_), tables_, size_, begins_, least)
 
         for_groups(builder, share_, losses)
         for half in range(2):
@@ -116,12 +117,12 @@ def _moved_together(builder, name, x, marks):
     return call(builder, f"llvm.x86.avx512.mask.compress.{name}", x.type, x, every(x.type, 0), marks)
 
 
-def _list_at_once(builder, marks, found, first, codes, step, count, kept, most, rows):
+def _list_at_once(builder, marks, found, first, codes, kept, most, rows):
     """`list_rows` in a few instructions: 64 bytes are written whatever is listed."""
     wide = ir.VectorType(BYTE, BLOCK)
     lanes = builder.bitcast(marks, ir.VectorType(ir.IntType(1), BLOCK))
-    with cgutils.for_range(builder, count) as loop:
-        own = load(builder, builder.add(codes, builder.mul(loop.index, step)), wide)
+    with cgutils.for_range(builder, codes.count) as loop:
+        own = load(builder, builder.add(codes.at, builder.mul(loop.index, codes.step)), wide)
         at = builder.add(builder.add(kept, builder.mul(loop.index, most)), found)
         store(builder, _moved_together(builder, "v64i8", own, lanes), at)
     which = _moved_together(builder, "v64i8", ir.Constant(wide, list(range(BLOCK))), lanes)
@@ -142,7 +143,7 @@ def _list_at_once(builder, marks, found, first, codes, step, count, kept, most, 
     return builder.add(found, many)
 
 
-def _list_one_by_one(builder, marks, found, first, codes, step, count, kept, most, rows):
+def _list_one_by_one(builder, marks, found, first, codes, kept, most, rows):
     left, to = cgutils.alloca_once_value(builder, marks), cgutils.alloca_once_value(builder, found)
     loop, body, end = (builder.append_basic_block(name) for name in ("rows", "rows.body", "rows.end"))
     builder.branch(loop)
@@ -154,8 +155,8 @@ def _list_one_by_one(builder, marks, found, first, codes, step, count, kept, mos
     builder.store(builder.and_(bits, builder.sub(bits, long(1))), left)
     row = builder.trunc(builder.add(first, lane), WORD)
     store(builder, row, builder.add(rows, builder.shl(at, long(2))))
-    with cgutils.for_range(builder, count) as each:
-        own = load(builder, builder.add(builder.add(codes, builder.mul(each.index, step)), lane), BYTE)
+    with cgutils.for_range(builder, codes.count) as each:
+        own = load(builder, builder.add(builder.add(codes.at, builder.mul(each.index, codes.step)), lane), BYTE)
         store(builder, own, builder.add(builder.add(kept, builder.mul(each.index, most)), at))
     builder.store(builder.add(at, long(1)), to)
     builder.branch(loop)
@@ -173,8 +174,9 @@ def list_rows(typing, marks, found, first, codes, step, count, kept, most, rows)
     """
 
     def code(context, builder, signature, arguments):
-        marks_ = load(builder, arguments[0], LONG)
-        return (_list_at_once if COMPRESSES else _list_one_by_one)(builder, marks_, *arguments[1:])
+        marks_, found_, first_, codes_, step_, count_, *to = arguments
+        held, own = load(builder, marks_, LONG), CodesAt(codes_, step_, count_)
+        return (_list_at_once if COMPRESSES else _list_one_by_one)(builder, held, found_, first_, own, *to)
 
     return place(*[place] * 9), code
 

@@ -9,6 +9,8 @@ Prior art: faiss' fast scan, https://arxiv.org/abs/1704.07355.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
@@ -26,6 +28,20 @@ BIT, SHORT, LONG = ir.IntType(1), ir.IntType(16), ir.IntType(64)
 BYTES, SHORTS, TABLE = ir.VectorType(BYTE, WIDTH), ir.VectorType(SHORT, WIDTH // 2), ir.VectorType(BYTE, 16)
 SIXTEEN_OF = ir.Constant(ir.VectorType(WORD, WIDTH), [lane % 16 for lane in range(WIDTH)])
 NONE = 0x7FFF  # how far below the best a row is that is not valid
+
+
+class CodesAt(NamedTuple):
+    """Where codes lie, as numbers of the compiled code.
+
+    Args:
+        at: the address of the codes of the first part of keys.
+        step: bytes from these to the next part's.
+        count: parts.
+    """
+
+    at: Any
+    step: Any
+    count: Any
 
 
 def long(number):

@@ -18,6 +18,7 @@ from sparseattn.kernels.product_codes.cpu_registers import (
     SHORT,
     SHORTS,
     WIDTH,
+    CodesAt,
     both_codes,
     for_groups,
     load,
@@ -42,14 +43,15 @@ def _halves(builder, even, odd):
         yield builder.shuffle_vector(even, odd, lanes)
 
 
-def _sums_of_heads(builder, heads, g, codes, step, count, tables, size, out, head_step, valid):
+def _sums_of_heads(builder, heads, g, codes, tables, size, out, head_step, valid):
     for tile in range(BLOCK // WIDTH):
         lows, highs = ([cgutils.alloca_once(builder, SHORTS) for _ in range(heads)] for _ in range(2))
         for total in lows + highs:
             builder.store(every(SHORTS, 0), total)
         first = builder.add(tables, builder.mul(g, size))
-        with cgutils.for_range(builder, count) as loop:
-            names = both_codes(builder, moved(builder, builder.add(codes, builder.mul(loop.index, step)), tile * WIDTH))
+        with cgutils.for_range(builder, codes.count) as loop:
+            at = builder.add(codes.at, builder.mul(loop.index, codes.step))
+            names = both_codes(builder, moved(builder, at, tile * WIDTH))
             own = builder.add(first, builder.shl(loop.index, long(5)))
             for head in range(heads):
                 for half, index in enumerate(names):
@@ -84,7 +86,7 @@ def sum_block(typing, codes, step, count, tables, size, share, out, head_step, v
         codes_, step_, count_, tables_, size_, share_, *rest = arguments
 
         def sums(heads, g):
-            _sums_of_heads(builder, heads, g, codes_, step_, count_, tables_, size_, *rest)
+            _sums_of_heads(builder, heads, g, CodesAt(codes_, step_, count_), tables_, size_, *rest)
 
         for_groups(builder, share_, sums)
         return context.get_dummy_value()

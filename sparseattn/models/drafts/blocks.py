@@ -17,7 +17,7 @@ from sparseattn.models.sparse_cache import SparseCache
 
 
 @dataclass(frozen=True)
-class Block:
+class TimedTokens:
     """Some tokens of a generation.
 
     Args:
@@ -52,10 +52,10 @@ def loop_behind(prefill: Prefill, cache: SparseCache, ids: Tensor, length: Draft
     return loop
 
 
-def advance(loop: DraftLoop, tokens: int) -> Block:
+def advance(loop: DraftLoop, tokens: int) -> TimedTokens:
     """Let a loop of one sequence make so many tokens or a few more."""
     loop.stats = LosslessStats()
     before, started = loop.ends[0], time.perf_counter()
     while loop.ends[0] < before + tokens:
         loop.round()
-    return Block(time.perf_counter() - started, loop.ends[0] - before, loop.stats)
+    return TimedTokens(time.perf_counter() - started, loop.ends[0] - before, loop.stats)

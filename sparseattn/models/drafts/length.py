@@ -34,7 +34,7 @@ class DraftLength(ABC):
         """Note a round: its drafts, how many of them each sequence accepted, and what drafting and checking took."""
 
 
-class Fixed(DraftLength):
+class FixedLength(DraftLength):
     """Always as many."""
 
     def __init__(self, drafts: int) -> None:
@@ -49,7 +49,7 @@ class Fixed(DraftLength):
         """Learn nothing."""
 
 
-class Auto(DraftLength):
+class AutoLength(DraftLength):
     """As many as give the most tokens a second, by the acceptance and the seconds of this generation's own rounds.
 
     A round of k drafts is expected to give (1 - a^(k+1)) / (1 - a) tokens, where a is the chance that a draft is

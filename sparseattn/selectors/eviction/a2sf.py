@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.selectors.eviction.attention_received import Block, weights
+from sparseattn.selectors.eviction.attention_received import QueryBlock, weights
 from sparseattn.selectors.eviction.summed_base import Summed
 
 
@@ -45,7 +45,7 @@ class A2SF(Summed):
         token of the step is on top of the budget."""
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
-    def gives(self, logits: Tensor, block: Block) -> Tensor:
+    def gives(self, logits: Tensor, block: QueryBlock) -> Tensor:
         ago = (block.newest - block.asked)[:, None].double()
         return weights(logits, block) * (self.forget**ago).float()
 

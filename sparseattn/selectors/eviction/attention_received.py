@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries whose logits are looked at together.
 
     Args:
@@ -28,12 +28,13 @@ class Block(NamedTuple):
     newest: Tensor
 
 
-Gives = Callable[[Tensor, Block], Tensor]  # logits [G,m,n], -inf where a row is not seen, to what each row gets [G,m,n]
+# Logits [G,m,n], -inf where a row is not seen, to what each row gets [G,m,n].
+Gives = Callable[[Tensor, QueryBlock], Tensor]
 
 ROWS = 64  # of logits at a time: a prompt's keys are read once for so many, and these are 8 MiB at 32,768 tokens
 
 
-def weights(logits: Tensor, block: Block) -> Tensor:
+def weights(logits: Tensor, block: QueryBlock) -> Tensor:
     """The softmax of `logits`."""
     return logits.softmax(-1)
 
@@ -81,7 +82,7 @@ def received(
                 logits = query @ keys[:most].T * scale  # [G,m,most]
                 later = place[common:most] > asked[block, None]
                 logits[..., common:].masked_fill_(later, -torch.inf)
-                of = Block(h, asked[block], place[:most], asked[-1])
+                of = QueryBlock(h, asked[block], place[:most], asked[-1])
                 got[:most] += gives(logits, of).sum((0, 1))
             total[b, h, order] = got
     return list(total.split([positions.shape[1] for _, positions in stored], 2))

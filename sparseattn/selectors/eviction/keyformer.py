@@ -15,7 +15,7 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.kernels.random_draws import draws, streams
 from sparseattn.selectors.base import Rows, StepContext
-from sparseattn.selectors.eviction.attention_received import Block
+from sparseattn.selectors.eviction.attention_received import QueryBlock
 from sparseattn.selectors.eviction.summed_base import Summed
 
 NOISE = 1 << 16  # numbers of noise that are drawn once, of which every query has a stretch of its own
@@ -99,7 +99,7 @@ class Keyformer(Summed):
         begin = draws(stream, asked, asked.new_zeros(len(asked), 1))[..., 0].T  # [G,m]
         return _noise(asked.device)[(begin[..., None] + place) & NOISE - 1]
 
-    def gives(self, logits: Tensor, block: Block) -> Tensor:
+    def gives(self, logits: Tensor, block: QueryBlock) -> Tensor:
         noise = self.noise(block.head, len(logits), block.asked, block.place[None])
         return (logits + noise).softmax(-1)
 

@@ -15,7 +15,7 @@ from sparseattn.core.selection import Selection
 from sparseattn.selectors.abilities import Observes
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least
-from sparseattn.selectors.eviction.attention_received import Block, received
+from sparseattn.selectors.eviction.attention_received import QueryBlock, received
 from sparseattn.selectors.eviction.base import Evicting, every_row, last_of, left
 from sparseattn.selectors.newest import newest
 
@@ -141,7 +141,7 @@ class Scissorhands(Observes, Evicting):
         worth.add_(read.float() - ((held & bit) > 0).float())
 
 
-def _pivotal(logits: Tensor, block: Block) -> Tensor:
+def _pivotal(logits: Tensor, block: QueryBlock) -> Tensor:
     """`[1,m,n]` float32: what a mark of the query weighs in its byte, where a row is pivotal for it."""
     pivotal = logits.softmax(-1).mean(0) >= 1 / (block.asked[:, None] + 1)
     return (pivotal * (1 << block.asked % BYTE)[:, None]).float()[None]

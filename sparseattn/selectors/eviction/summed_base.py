@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.selection import Selection
 from sparseattn.selectors.base import Rows
-from sparseattn.selectors.eviction.attention_received import Block, received, weights
+from sparseattn.selectors.eviction.attention_received import QueryBlock, received, weights
 from sparseattn.selectors.eviction.base import Observing, every_row, left
 from sparseattn.selectors.newest import newest
 
@@ -33,7 +33,7 @@ class Summed(Observing):
         self.recent = recent
         self.queries_share, self.last_queries = 1.0, 1  # so every query: those of rows not sealed come with it
 
-    def gives(self, logits: Tensor, block: Block) -> Tensor:
+    def gives(self, logits: Tensor, block: QueryBlock) -> Tensor:
         """What queries of the prompt give to rows, of their logits `[G,m,n]`; by default their weights."""
         return weights(logits, block)
 

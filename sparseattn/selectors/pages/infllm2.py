@@ -62,7 +62,7 @@ class InfLLM2(PageSelector):
         # Window i has rows of parts i - 1 and i, counted with the one that was put before the first.
         best = voted.unfold(2, each + 1, each).amax(-1)  # [B,Hs,P]
         shared = functional.pad(best[..., 1:] == best[..., :-1], (1, 0))
-        best = torch.where(shared, torch.nextafter(best, best.new_tensor(-torch.inf)), best)
+        best = torch.where(shared, torch.nextafter(best, torch.full_like(best, -torch.inf)), best)
         # A lone block of 16 rows has no window: it may be read, behind all others.
         lone = real[:, None] & best.isneginf()
         return torch.where(lone, torch.finfo(torch.float32).min, best).masked_fill(~real[:, None], -torch.inf)

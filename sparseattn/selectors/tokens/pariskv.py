@@ -127,10 +127,9 @@ class ParisKV(Selector):
         before = held.cumsum(-1) - held  # rows of better patterns
         count = valid.sum(-1)  # [B]
         most = count * (self._shares(count)[0] if self.collide is None else self.collide)  # [B] float64
-        least = (most[:, None] * torch.tensor(TIERS, dtype=torch.float64, device=count.device)).ceil()
         tier = torch.zeros_like(before)
-        for bound in least.unbind(1):
-            tier += before < bound.view(-1, 1, 1, 1, 1)
+        for share in TIERS:
+            tier += before < (most * share).ceil().view(-1, 1, 1, 1, 1)
         tables = torch.empty(order.shape, device=order.device).scatter_(4, order, tier.float())
         return codebooks.logits(tables, self.names.visible, valid)
 
@@ -164,10 +163,13 @@ class ParisKV(Selector):
 
     def _shares(self, count: Tensor) -> tuple[Tensor, Tensor]:
         """The shares of `SHARES` for sequences of `count` `[B]` rows, float64."""
-        ends = torch.tensor([one[0] for one in SHARES[:-1]], dtype=torch.int64, device=count.device)
-        of = torch.tensor([one[1:] for one in SHARES], dtype=torch.float64, device=count.device)
-        found = of[torch.bucketize(count, ends, right=True)]
-        return found[..., 0], found[..., 1]
+        collide, candidates = (torch.full_like(count, share, dtype=torch.float64) for share in SHARES[-1][1:])
+        for end, *shares in reversed(SHARES[:-1]):
+            below = count < end
+            collide, candidates = (
+                torch.where(below, *pair) for pair in zip(shares, (collide, candidates), strict=True)
+            )
+        return collide, candidates
 
     def _lengths(self, rows: int) -> list[tuple[float, float]]:
         """(share of candidates, most rows that it is of) for every length of up to `rows`."""

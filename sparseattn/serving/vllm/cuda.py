@@ -10,8 +10,8 @@ for sm_80, sm_90 and sm_100 (tests/kernels/test_compile.py). What is not: 16-bit
 streams, that a CUDA graph records and replays a step, memory, several GPUs, and every time. Of CUDA graphs the test
 shows only that a step's tensors keep their addresses and shapes, and that a step recorded once serves later ones.
 
-CUDA graphs: a step of one token a request is of fixed shapes (`cuda_step.Fixed`), so that vLLM may record attention in
-its graphs of decoding (`UNIFORM_SINGLE_TOKEN_DECODE`); mixed batches run outside of them. The price is that every step
+CUDA graphs: a step of one token a request is of fixed shapes (`cuda_step.FixedBuffers`), so that vLLM may record
+attention in its graphs of decoding (`UNIFORM_SINGLE_TOKEN_DECODE`); mixed batches run outside of them. Every step then
 scores and ranks as many places as `max_model_len` has pages and runs vLLM's attention beside ours. `enforce_eager`, or
 `cudagraph_mode` PIECEWISE, pays by the longest request instead. Methods whose step nobody has looked at say `NEVER`.
 
@@ -48,7 +48,7 @@ from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.cuda_layer import SparseCUDALayer
-from sparseattn.serving.vllm.cuda_step import Eager, Fixed, Step, decoding, reads
+from sparseattn.serving.vllm.cuda_step import Eager, FixedBuffers, Step, decoding, reads
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.installed import why_not_on_cuda
 from sparseattn.serving.vllm.page_index import entry_bytes
@@ -117,7 +117,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         self.zones, self.above = PageZones(page, unit, block, settings.sink, settings.window), settings.above
         indexed = any(isinstance(made, PageSelector) for made in settings.each())
         self.eager = Eager(self.zones, indexed)
-        self.fixed: Fixed | None = None
+        self.fixed: FixedBuffers | None = None
         self.sparse = take(vllm_config, kv_cache_spec, layer_names, settings)
         spec = kv_cache_spec
         # Of each sparse layer its number, and the bytes of an entry of its index; the numbers of the others.
@@ -133,7 +133,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         self.unfitted = list(self.sparse)
         if self.sparse and self.decode_cudagraph_enabled:
             requests, most = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
-            self.fixed = Fixed(self.zones, requests, most, device, indexed)
+            self.fixed = FixedBuffers(self.zones, requests, most, device, indexed)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:

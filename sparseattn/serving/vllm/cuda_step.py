@@ -1,8 +1,8 @@
 """What the layers of one step on CUDA share: which requests read sparsely, and their tables in tensors of fixed shape.
 
 Two ways lead to the same tensors. `Eager` gathers the sparse requests of any batch, for steps that run without a CUDA
-graph of attention. `Fixed` fills buffers that keep their addresses and shapes, a line for every request that there may
-be, for steps of one token a request that a graph replays; a line that is not sparse names no row.
+graph of attention. `FixedBuffers` fills buffers that keep their addresses and shapes, a line for every request that
+there may be, for steps of one token a request that a graph replays; a line that is not sparse names no row.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Eager:
         return Step(queries, None, zones_of(self.zones, rows), table, blocks, others)
 
 
-class Fixed:
+class FixedBuffers:
     """Steps of one token a request, in buffers for `requests` requests of `most` rows that are never replaced.
 
     A graph that was recorded of such a step reads the buffers of every later one: `fill` is called on the host before

@@ -36,8 +36,12 @@ def check(builder: Any) -> None:
     names = {impl.selector.label(): name for name, impl in builder.impls.items() if impl.sparse}
     for name in names.values():
         rows = TestRows.drawn(builder, builder.layers[name])
-        dense = Probe(builder, name, rows, None)
-        probes = {"dense": dense, "full": Probe(builder, name, rows, EVERY), "sparse": Probe(builder, name, rows, FEW)}
+        dense = TestedLayer(builder, name, rows, None)
+        probes = {
+            "dense": dense,
+            "full": TestedLayer(builder, name, rows, EVERY),
+            "sparse": TestedLayer(builder, name, rows, FEW),
+        }
         if not isinstance(builder.impls[name].selector, PageSelector):
             del probes["full"]  # there is nothing that a window chooses
         for number in range(STEPS):
@@ -48,7 +52,7 @@ def check(builder: Any) -> None:
         probes["sparse"].check_keys()
 
 
-class Probe:
+class TestedLayer:
     """Copies of a builder and of a layer of it, which serve the small cache.
 
     Args:
@@ -65,11 +69,11 @@ class Probe:
         self.builder.zones, self.builder.made = rows.zones, np.zeros(0, np.bool_)
         self.impl.sparse, self.impl.looked = pages is not None, True
         self.impl.counter = self.counts = Counts()
-        self.ranked: Ranked | None = None
+        self.ranked: RankedIndex | None = None
         if pages is not None:
             self.impl.pages = pages
             if isinstance(self.impl.selector, PageSelector):
-                self.impl.store = self.ranked = Ranked(self.impl.index_of(rows.cache))
+                self.impl.store = self.ranked = RankedIndex(self.impl.index_of(rows.cache))
 
     def check(self, step: TestStep, what: str) -> None:
         """ValueError where a step's output is not attention over the rows that the step names."""
@@ -120,7 +124,7 @@ class Probe:
         return torch.cat([torch.where(top < 0, -1, entry * per + top % per), always.expand(-1, top.shape[1], -1)], 2)
 
 
-class Ranked:
+class RankedIndex:
     """The index of a layer, whose scores are given as ranks: two pages with the same score would be chosen either way.
 
     Args:

@@ -1,0 +1,111 @@
+"""What is done to a model's cache between forward passes: tokens dropped or freed, sequences reordered, rows sealed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from sparseattn.models.passes import Passes
+from sparseattn.models.real_tokens import RealTokens
+from sparseattn.models.sparse_layer import SparseLayer
+from sparseattn.models.transformers_classes import Cache, DynamicCache
+from sparseattn.selectors.abilities import Evicts
+
+
+class EditedCache(Cache):
+    """The part of `SparseCache` that no forward pass runs, but for what copies and loads it."""
+
+    model: Any
+    layers: list[Any]
+    _passes: Passes
+    _real: RealTokens
+
+    @property
+    def sparse_layers(self) -> dict[int, SparseLayer]:
+        """The layers that attend sparsely, by number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, SparseLayer)}
+
+    @abstractmethod
+    def _tokens(self) -> int:
+        """Return the number of tokens taken in, padding included."""
+
+    def seal(self) -> None:
+        """Build now what the selectors build from a prompt, instead of at the first decoded token."""
+        for layer in self.sparse_layers.values():
+            for part in layer.parts:
+                part.rows.seal()
+
+    def compact(self) -> int:
+        """Free the rows that selectors have dropped for good (`KVCache.compact`), in every layer where one does.
+
+        Returns:
+            Places freed, summed over layers and KV heads.
+
+        Raises:
+            ValueError: no layer's selector drops rows, or one cannot follow when they move.
+        """
+        parts = [part.rows for layer in self.sparse_layers.values() for part in layer.parts]
+        evicting = [rows for rows in parts if rows.selector.find(Evicts)]
+        if not evicting:
+            raise ValueError("no layer's selector drops rows (evicts), so there are none to free")
+        return sum(rows.compact() * rows.stored.sealed_keys.shape[1] for rows in evicting)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens: how many, negative or 0, or (before transformers 5.10 or so) how many to keep.
+
+        After a pass that was cut short, by an error or Ctrl-C, what its layers hold in common is the most that is left:
+        `crop(0)` goes back to that. What selectors observed in that pass stays observed.
+
+        Raises:
+            ValueError: they are sealed; see `rollback`.
+            RuntimeError: of a pass that was cut short, a layer cannot go back: rows were being stored or sealed, or it
+                keeps a state that does not go back.
+        """
+        if not self._passes.whole(self.layers):
+            self._take_back(self._passes.tokens_after_crop(self.layers, tokens_to_remove))
+            return
+        held = self._tokens()
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0)
+        gone = self._real.count(held - drop, held)
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.crop_rows(drop, gone)
+            elif drop or getattr(layer, "record_past", False):  # 0: let go of the past that was kept for this
+                layer.crop(-drop)
+        self._real.crop(held - drop)
+
+    def _take_back(self, tokens: int) -> None:
+        """Go back to so many tokens, at most those that all layers hold whole."""
+        if not tokens:
+            self.reset()
+            return
+        self._passes.take_back(self.layers, tokens, self._real.count(0, tokens))
+        self._real.crop(tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let sequence b become what sequence `beam_idx[b]` was."""
+        super().reorder_cache(beam_idx)
+        self._real.take(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._real.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices`."""
+        super().batch_select_indices(indices)
+        self._real.take(indices)
+
+    def reset(self) -> None:
+        """Forget every token; the configuration and the counts stay."""
+        fresh = DynamicCache(config=self.model.config).layers
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.reset()
+            else:
+                self.layers[index] = fresh[index]
+        self._real = RealTokens()
+        self._passes.forget()
