@@ -1,4 +1,4 @@
-"""How much a KV head's output changes if it streams, reading sink and newest rows alone: DuoAttention's measure, a file.
+"""A file of how much a KV head's output changes if it streams, reading sink and newest rows alone, for DuoAttention.
 
 https://arxiv.org/abs/2410.10819. `training.head_errors` measures it on traces, `gates` makes scores of heads of it for
 `roles.papers.duo`.
