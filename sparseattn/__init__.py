@@ -87,6 +87,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.unique import Unique as Unique
     from sparseattn.selectors.registry import SELECTORS as SELECTORS
     from sparseattn.selectors.registry import make_selector as make_selector
+    from sparseattn.selectors.tokens.a2ats import A2ATS as A2ATS
     from sparseattn.selectors.tokens.adamas import Adamas as Adamas
     from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
     from sparseattn.selectors.tokens.fier import Fier as Fier

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import (
+    A2ATS,
     A2SF,
     H2O,
     HNSW,
@@ -339,7 +340,7 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next",
+    "a2ats-each", "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next",
     "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
     "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pq-each",
     "querypq-keys", "querypq-page",
@@ -512,6 +513,12 @@ CASES = [
         "pariskv-each",
         lambda: ParisKV(0.3, 0.2, group="each"),
         lambda: ParisKV(0.3, 1.0, group="each"),
+    ),
+    Case("a2ats", lambda: with_rope(A2ATS(share=1.0)), lambda: with_rope(A2ATS(2, share=1.0))),
+    Case(
+        "a2ats-each",
+        lambda: with_rope(A2ATS(9, share=1.0, group="each")),
+        lambda: with_rope(A2ATS(9, share=1.0, group="each")),
     ),
     Case("loki", Loki, lambda: Loki(1 << 20)),
     Case("loki-before", lambda: with_rope(Loki(6, before=True)), lambda: with_rope(Loki(1 << 20, before=True))),
