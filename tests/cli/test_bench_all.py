@@ -48,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BUCKETS = {"a2ats", "kascade", "kmeans", "moments", "saap"}  # of a model: of a file for it, its layers or its RoPE
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
-LEARN |= {"a2sf", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
+LEARN |= {"a2sf", "fastgen", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
 WIDE = {"infllm": 128, "infllm2": 64, "skipsoftmax": 128}  # rows that these read at a time
 
 

@@ -50,6 +50,17 @@ METHODS = {
         needs="the prompt's last queries, the weights of each step",
         runs="torch",
     ),
+    "fastgen": MethodRow(
+        "eviction.fastgen:FastGen",
+        "2310.01801",
+        reads="what the cheapest policy of each KV head holds that recovers enough of the prompt's attention",
+        faithful="first tokens; three tenths of the prompt by sums besides; three tenths of newest besides; all",
+        departs="punctuation and special tokens elsewhere are unknown; the profile is that of others' public code",
+        scans="4 bytes per row kept",
+        builds="all of the prompt's attention twice more, in blocks",
+        needs="the prompt's queries, the weights of each step",
+        runs="torch",
+    ),
     "tova": MethodRow(
         "eviction.tova:TOVA",
         "2401.06104",
