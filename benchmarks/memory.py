@@ -33,6 +33,7 @@ from sparseattn.cost_model.index_bytes import BUDGET, ROWS, SINK, WINDOW, filled
 from sparseattn.kernels import implementations
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.eviction.locret import Locret
 from sparseattn.selectors.methods import METHODS
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
@@ -76,7 +77,7 @@ def _selector(spec: str, heads: int) -> Iterator[Selector]:
     takes RoPE back is told of one."""
     selector = make_selector(spec)
     if not isinstance(selector, Partitioned):
-        if isinstance(selector, FromCalibration) and not selector.roped:
+        if isinstance(selector, Locret) or (isinstance(selector, FromCalibration) and not selector.roped):
             selector.bind(LayerContext(rope=Rope.of(SIZE)))
         yield selector
         return

@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.eviction.fastgen import FastGen as FastGen
     from sparseattn.selectors.eviction.h2o import H2O as H2O
     from sparseattn.selectors.eviction.keyformer import Keyformer as Keyformer
+    from sparseattn.selectors.eviction.locret import Locret as Locret
     from sparseattn.selectors.eviction.pyramidkv import PyramidKV as PyramidKV
     from sparseattn.selectors.eviction.scissorhands import Scissorhands as Scissorhands
     from sparseattn.selectors.eviction.snapkv import SnapKV as SnapKV

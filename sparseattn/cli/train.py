@@ -13,15 +13,16 @@ import typer
 
 from sparseattn.cli import values
 from sparseattn.cli.progress import progress_bar, progress_of
-from sparseattn.cli.train_options import A2ATS, INDEXES, QUERYPQ, SAAP, TrainOptions
+from sparseattn.cli.train_options import A2ATS, INDEXES, LOCRET, QUERYPQ, SAAP, TrainOptions
 from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
 from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.parameters.saap_artefact import Artefact
-from sparseattn.training import Progress, train, train_codes, train_index, train_window
+from sparseattn.training import Progress, train, train_codes, train_index, train_retaining, train_window
 from sparseattn.training.query_codes import kept
 from sparseattn.utils.devices import usable_device
 
+LAST_STEPS = "mean loss of the last tenth of the steps:"
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
 
 
@@ -37,6 +38,9 @@ def run(options: TrainOptions) -> None:
         return
     if options.method == A2ATS:
         _train_window(options)
+        return
+    if options.method == LOCRET:
+        _train_retaining(options)
         return
     recipe, layers = options.recipe, values.integers(options.layers, "--layers")
     place = usable_device(options.device)
@@ -94,6 +98,16 @@ def _train_window(options: TrainOptions) -> None:
     _say_losses(calibration, options, "error", "mean squared error of codes, as a share:", time.monotonic() - started)
 
 
+def _train_retaining(options: TrainOptions) -> None:
+    """Write Locret's heads, and say what the loss of each layer came to."""
+    started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
+    with progress_of(f"train {LOCRET}") as progress:
+        calibration = train_retaining(
+            options.traces, out, options.retaining_recipe, layers=layers, device=options.device, progress=progress
+        )
+    _say_losses(calibration, options, "loss", LAST_STEPS, time.monotonic() - started)
+
+
 def _train_index(options: TrainOptions) -> None:
     """Write the maps of a learned index, and say what the loss of each layer came to."""
     started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
@@ -101,7 +115,7 @@ def _train_index(options: TrainOptions) -> None:
         calibration = train_index(
             options.traces, out, options.index_recipe, layers=layers, device=options.device, progress=progress
         )
-    _say_losses(calibration, options, "loss", "mean loss of the last tenth of the steps:", time.monotonic() - started)
+    _say_losses(calibration, options, "loss", LAST_STEPS, time.monotonic() - started)
 
 
 def _say_losses(calibration: Calibration, options: TrainOptions, fact: str, words: str, seconds: float) -> None:

@@ -12,17 +12,19 @@ from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
 
 if TYPE_CHECKING:
-    from sparseattn.training import CodesRecipe, Filters, IndexRecipe, Recipe, WindowRecipe
+    from sparseattn.training import CodesRecipe, Filters, IndexRecipe, Recipe, RetainingRecipe, WindowRecipe
 
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
-SAAP, QUERYPQ, A2ATS, HATA, INDEXER = METHODS = "saap", "querypq", "a2ats", "hata", "indexer"  # of --method
+METHODS = SAAP, QUERYPQ, A2ATS, HATA, INDEXER, LOCRET = "saap", "querypq", "a2ats", "hata", "indexer", "locret"
 INDEXES = (HATA, INDEXER)
 ALL = ("method", "traces", "out", "layers", "seed", "device", "json")  # options of every method
 OWNERS = {  # of other options; those that are not here are of `SAAP`
     "sample": (SAAP, QUERYPQ, A2ATS),
     "queries": (SAAP, QUERYPQ, A2ATS),
-    "steps": (SAAP, *INDEXES),
-    "rate": (SAAP, *INDEXES),
+    "steps": (SAAP, *INDEXES, LOCRET),
+    "rate": (SAAP, *INDEXES, LOCRET),
+    "hidden": (SAAP, LOCRET),
+    "answer": (LOCRET,),
     "bits": (QUERYPQ, A2ATS),
     **dict.fromkeys(("subspaces", "reach", "ahead", "distil"), (QUERYPQ,)),
     "width": INDEXES,
@@ -32,7 +34,7 @@ OWNERS = {  # of other options; those that are not here are of `SAAP`
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train saap, querypq, a2ats, hata or indexer on traces of prompts. The same command resumes a stopped run.
+    """Train what a method learns from traces of prompts. The same command resumes a stopped run.
 
     `saap:artefact=FILE`, `querypq:artefact=FILE` and so on use the result. For saap, `torchrun --nproc-per-node N -m
     sparseattn train ...` splits the KV heads over N processes.
@@ -45,7 +47,7 @@ class TrainOptions:
         typer.Option(
             help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks; "
             f"{A2ATS}: metric and one codebook of keys before RoPE; {HATA}: directions of hash codes; {INDEXER}: maps "
-            "to few dimensions.",
+            f"to few dimensions; {LOCRET}: retaining heads.",
             autocompletion=completion.one_of(METHODS),
         ),
     ] = SAAP
@@ -70,12 +72,18 @@ class TrainOptions:
         ),
     ] = None
     iterations: Annotated[int, typer.Option(help="Number of k-means iterations.")] = 25
-    hidden: Annotated[int, typer.Option(help="Hidden width of the query classifier.")] = 1024
+    hidden: Annotated[
+        int, typer.Option(help=f"Hidden width of the query classifier, or for {LOCRET} of its network.")
+    ] = 1024
+    answer: Annotated[
+        int,
+        typer.Option(help=f"For {LOCRET}: last tokens of a prompt that say how much those before are attended to."),
+    ] = 256
     steps: Annotated[
         int | None,
         typer.Option(
-            help=f"Largest number of training steps of the classifier (default: 2000), or for {HATA} and {INDEXER} of "
-            "steps of each layer (default: 500)."
+            help=f"Largest number of training steps of the classifier (default: 2000), or for {HATA}, {INDEXER} "
+            f"and {LOCRET} of steps of each layer (default: 500)."
         ),
     ] = None
     batch: Annotated[int, typer.Option(help="Queries per step, all from one prompt.")] = 1024
@@ -93,7 +101,7 @@ class TrainOptions:
         float | None,
         typer.Option(
             help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} "
-            f"0.01, with --objective {HATA} 0.1."
+            f"0.01, with --objective {HATA} 0.1, for {LOCRET} 0.0005."
         ),
     ] = None
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
@@ -220,6 +228,13 @@ class TrainOptions:
         from sparseattn.training import WindowRecipe
 
         return WindowRecipe(seed=self.seed, **self._given("sample", "queries", "bits"))
+
+    @property
+    def retaining_recipe(self) -> RetainingRecipe:
+        """What decides a run of `LOCRET`."""
+        from sparseattn.training import RetainingRecipe
+
+        return RetainingRecipe(self.hidden, answer=self.answer, seed=self.seed, **self._given("steps", "rate"))
 
     @property
     def index_recipe(self) -> IndexRecipe:

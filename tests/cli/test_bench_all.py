@@ -46,7 +46,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-BUCKETS = {"a2ats", "kascade", "kmeans", "moments", "saap"}  # of a model: of a file for it, its layers or its RoPE
+BUCKETS = {
+    "a2ats",
+    "kascade",
+    "kmeans",
+    "locret",
+    "moments",
+    "saap",
+}  # of a model: of a file for it, its layers or its RoPE
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
 LEARN |= {"a2sf", "fastgen", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
 WIDE = {"infllm": 128, "infllm2": 64, "skipsoftmax": 128}  # rows that these read at a time

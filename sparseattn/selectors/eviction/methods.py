@@ -83,6 +83,17 @@ METHODS = {
         needs="the prompt's last queries",
         runs="torch",
     ),
+    "locret": MethodRow(
+        "eviction.locret:Locret",
+        "2410.01805",
+        reads="the prompt's tokens of the largest scores by trained heads; others are dropped",
+        faithful="a network that reads query, key and value of a token, trained on the largest logits of answers",
+        departs="it chooses once, after the prompt, and not chunk by chunk; without a file, weights are random",
+        scans="4 bytes per row kept",
+        builds="a small network of each token",
+        needs="a file, else random weights; the model's RoPE, the prompt's queries",
+        runs="torch",
+    ),
     "zipcache": MethodRow(
         "eviction.zipcache:ZipCache",
         "2405.14256",

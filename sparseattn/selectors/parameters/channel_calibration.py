@@ -2,7 +2,7 @@
 
 Loki, https://arxiv.org/abs/2406.02542; Double Sparsity, https://arxiv.org/abs/2408.07092. Letters: H KV heads, G query
 heads per KV head, D head size, S subspaces of d channels, K centroids. Keys and queries are as attention sees them,
-after RoPE, but for "loki" the keys may be those before it, and for "a2ats" they are.
+after RoPE, but for "loki" keys may be those before it, and for "a2ats" and "locret" they are.
 
 The file, format version 1 (any safetensors reader opens it):
 
@@ -11,13 +11,14 @@ The file, format version 1 (any safetensors reader opens it):
                              importance [H,D], the mean of |q_i k_i|, for "querypq" centre [H,D], turn [H,D,D], back
                              [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`, for "a2ats" factor [H,D,D]
                              and centroids [H,S,K,d], S = 1, see `window_codes`, for "hata" directions [H,D,b], for
-                             "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r]
+                             "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r], for "locret" keys and values
+                             [H,D,W], queries [H,G,D,W] and out [H,W], see `retaining_heads`
     layers.{i}.inv_freq      [R/2] f32, the frequencies of the layer's RoPE, where it is known
 
     metadata (strings, as safetensors requires):
     format    "sparseattn-calibration"
     version   "1"
-    method    "loki", "doublesparsity", "querypq", "a2ats", "hata" or "indexer"
+    method    "loki", "doublesparsity", "querypq", "a2ats", "hata", "indexer" or "locret"
     roped     "true": keys after RoPE; "false": before it
     ropes     JSON object: layer -> {"scaling", "interleaved"}
     meta      JSON object: model id, config hash, heads, group, size, prompts, tokens, versions
@@ -45,7 +46,7 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 
 FORMAT = "sparseattn-calibration"
 VERSION = "1"
-MAKE = "`sparseattn calibrate`, or `train` for querypq, a2ats, hata and indexer, makes one"
+MAKE = "`sparseattn calibrate`, or `train` for querypq, a2ats, hata, indexer and locret, makes one"
 WHAT = f"a calibration ({MAKE})"
 CHUNK = 8192  # rows summed at a time
 
@@ -117,7 +118,7 @@ METHODS = {
     "loki": Statistic(("basis", "variance"), _key_moments, _principal, False),
     "doublesparsity": Statistic(("importance",), _products, _importance, True),
 }
-BEFORE = ("a2ats",)  # of keys before RoPE in any case
+BEFORE = ("a2ats", "locret")  # of keys before RoPE in any case
 # Method -> its parameters and their sizes, by letters; all but H and D are the file's own.
 PARAMETERS = {
     "loki": {"basis": "HDD", "variance": "HD"},
@@ -126,6 +127,7 @@ PARAMETERS = {
     "a2ats": {"factor": "HDD", "centroids": "HSKd"},
     "hata": {"directions": "HDb"},
     "indexer": {"keys": "HDr", "queries": "HGDr", "low": "Hr", "step": "Hr"},
+    "locret": {"keys": "HDW", "queries": "HGDW", "values": "HDW", "out": "HW"},
 }
 
 
