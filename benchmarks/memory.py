@@ -25,16 +25,20 @@ from benchmarks.measure import Temporaries
 from benchmarks.records import RESULTS, save
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.context import LayerContext
+from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import Shape
 from sparseattn.cost_model import index_bytes
 from sparseattn.cost_model.index_bytes import BUDGET, ROWS, SINK, WINDOW, filled_cache, looking_ahead
 from sparseattn.kernels import implementations
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.eviction.locret import Locret
 from sparseattn.selectors.methods import METHODS
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.registry import make_selector
+from sparseattn.selectors.tokens.calibrated_base import FromCalibration
 
 NAME = "memory"
 HEADS, GROUP, SIZE, TOKENS = 8, 4, 128, 131_072  # a layer of Llama 3.1 8B, and its longest context
@@ -69,9 +73,13 @@ def filled(spec: str, heads: int, rows: int, dtype: torch.dtype = NARROW) -> tup
 
 @contextmanager
 def _selector(spec: str, heads: int) -> Iterator[Selector]:
-    """Yield the method; one that needs an artefact gets a random one, which it reads at the first rows."""
-    if not isinstance(make_selector(spec), Partitioned):
-        yield make_selector(spec)
+    """Yield the method; one that needs an artefact gets a random one, which it reads at the first rows, and one that
+    takes RoPE back is told of one."""
+    selector = make_selector(spec)
+    if not isinstance(selector, Partitioned):
+        if isinstance(selector, Locret) or (isinstance(selector, FromCalibration) and not selector.roped):
+            selector.bind(LayerContext(rope=Rope.of(SIZE)))
+        yield selector
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "artefact.safetensors"

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.baselines.recent import Recent as Recent
     from sparseattn.selectors.baselines.window import Window as Window
     from sparseattn.selectors.clusters.kmeans import KMeans as KMeans
+    from sparseattn.selectors.clusters.louver import Louver as Louver
     from sparseattn.selectors.clusters.moments import Moments as Moments
     from sparseattn.selectors.clusters.retroinfer import RetroInfer as RetroInfer
     from sparseattn.selectors.clusters.saap import SAAP as SAAP
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.combined.delta import Delta as Delta
     from sparseattn.selectors.combined.fitted import Fitted as Fitted
     from sparseattn.selectors.combined.freekv import FreeKV as FreeKV
+    from sparseattn.selectors.combined.indexcache import IndexCache as IndexCache
     from sparseattn.selectors.combined.kascade import Kascade as Kascade
     from sparseattn.selectors.combined.lessismore import LessIsMore as LessIsMore
     from sparseattn.selectors.combined.tailed import Tailed as Tailed
@@ -55,8 +57,10 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.combined.twostage import TwoStage as TwoStage
     from sparseattn.selectors.combined.vattention import VAttention as VAttention
     from sparseattn.selectors.eviction.a2sf import A2SF as A2SF
+    from sparseattn.selectors.eviction.fastgen import FastGen as FastGen
     from sparseattn.selectors.eviction.h2o import H2O as H2O
     from sparseattn.selectors.eviction.keyformer import Keyformer as Keyformer
+    from sparseattn.selectors.eviction.locret import Locret as Locret
     from sparseattn.selectors.eviction.pyramidkv import PyramidKV as PyramidKV
     from sparseattn.selectors.eviction.scissorhands import Scissorhands as Scissorhands
     from sparseattn.selectors.eviction.snapkv import SnapKV as SnapKV
@@ -85,6 +89,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.unique import Unique as Unique
     from sparseattn.selectors.registry import SELECTORS as SELECTORS
     from sparseattn.selectors.registry import make_selector as make_selector
+    from sparseattn.selectors.tokens.a2ats import A2ATS as A2ATS
     from sparseattn.selectors.tokens.adamas import Adamas as Adamas
     from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
     from sparseattn.selectors.tokens.fier import Fier as Fier

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import (
+    A2ATS,
     A2SF,
     H2O,
     HNSW,
@@ -28,10 +29,12 @@ from sparseattn import (
     DoubleSparsity,
     Ellipsoid,
     Exact,
+    FastGen,
     Fier,
     Flat,
     FreeKV,
     Hata,
+    IndexCache,
     Indexer,
     InfiniGen,
     InfLLM,
@@ -42,7 +45,9 @@ from sparseattn import (
     KMeans,
     KVCache,
     LessIsMore,
+    Locret,
     Loki,
+    Louver,
     LowBit,
     MagicPIG,
     Mean,
@@ -337,10 +342,10 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next",
+    "a2ats-each", "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next",
     "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
-    "kascade-querypq",
-    "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "querypq-keys", "querypq-page",
+    "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pq-each",
+    "querypq-keys", "querypq-page",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
     "tailed-saap", "topp-group", "topp-querypq", "twostage-codes", "twostage-estimate", "twostage-querypq",
@@ -392,6 +397,8 @@ CASES = [
         lambda: RetrievalAttention(8, 10, 4, metric="query", guides=5),
         lambda: RetrievalAttention(1 << 20, 10, 2, metric="query", guides=0),
     ),
+    Case("louver", lambda: Louver(sample=24), Louver),
+    Case("louver-mass", lambda: Louver("mass", 0.9, 16, 3, 2), lambda: Louver(subspaces=3, rows=2)),
     Case("retroinfer", lambda: RetroInfer(8), lambda: RetroInfer(8, 1.0)),
     Case("robustvamana", RobustVamana, lambda: RobustVamana(beam=1 << 20)),
     Case(
@@ -509,6 +516,12 @@ CASES = [
         lambda: ParisKV(0.3, 0.2, group="each"),
         lambda: ParisKV(0.3, 1.0, group="each"),
     ),
+    Case("a2ats", lambda: with_rope(A2ATS(share=1.0)), lambda: with_rope(A2ATS(2, share=1.0))),
+    Case(
+        "a2ats-each",
+        lambda: with_rope(A2ATS(9, share=1.0, group="each")),
+        lambda: with_rope(A2ATS(9, share=1.0, group="each")),
+    ),
     Case("loki", Loki, lambda: Loki(1 << 20)),
     Case("loki-before", lambda: with_rope(Loki(6, before=True)), lambda: with_rope(Loki(1 << 20, before=True))),
     Case("loki-each", lambda: Loki(5, group="each"), lambda: Loki(1 << 20, group="each")),
@@ -526,6 +539,7 @@ CASES = [
     Case("skipsoftmax-each", lambda: SkipSoftmax(8, 30.0, "each"), lambda: SkipSoftmax(8, 0.0, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kascade", lambda: Kascade(anchors=[3], inner=Quest(8)), lambda: Kascade(anchors=[3])),
+    Case("indexcache", lambda: IndexCache(2, Quest(8)), lambda: IndexCache("FSSF")),
     Case("kdeformer", lambda: KDEformer(rows=16), lambda: KDEformer(rows=16)),
     Case("kdeformer-one", lambda: KDEformer(3, 0, 7), lambda: KDEformer(3, 0, 7)),
     Case("magicpig", lambda: MagicPIG(4, 20), lambda: MagicPIG(0, 2, floor=0.0)),
@@ -537,6 +551,8 @@ CASES = [
     Case("keyformer", Keyformer, Keyformer),
     Case("scissorhands", lambda: Scissorhands(16, 4), lambda: Scissorhands(16, 4)),
     Case("tova", TOVA, TOVA),
+    Case("locret", lambda: with_rope(Locret(hidden=24)), lambda: with_rope(Locret(hidden=24))),
+    Case("fastgen", lambda: FastGen(0.7), lambda: FastGen(1.0, 0, 0.0, 0.0)),
     Case("snapkv", SnapKV, SnapKV),
     Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
     Case("pyramidkv", lambda: PyramidKV(4), PyramidKV),

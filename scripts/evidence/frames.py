@@ -13,6 +13,7 @@ from benchmarks.memory import PLAIN
 from scripts.evidence import condensing, derived, labels
 from scripts.evidence.markdown import linked
 from scripts.evidence.step import REPORTED, RESULTS
+from scripts.evidence.systems import systems
 from sparseattn.selectors.methods import METHODS
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -25,6 +26,7 @@ PATHS = (
     "table",
 )
 REGISTRY = "registry"  # a record that no step makes: the rows of `sparseattn.selectors.methods`
+SYSTEMS = "systems"  # a record that no step makes: those of `scripts.evidence.systems`
 METHOD = ("label", "method", "selector", "name")  # columns that may say which method a row is of
 
 
@@ -39,6 +41,8 @@ def loader(results: Path = RESULTS, reported: Path = REPORTED) -> Load:
     def load(name: str) -> Record:
         if name == REGISTRY:
             return {"results": registered(load("memory"))}
+        if name == SYSTEMS:
+            return {"results": systems()}
         path = results / f"{name}.json"
         if (theirs := reported / path.name).exists():
             path = theirs

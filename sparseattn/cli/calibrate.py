@@ -1,4 +1,5 @@
-"""`sparseattn calibrate`: what Loki, Double Sparsity, Kascade and budgets by mass take from traces, as files."""
+"""`sparseattn calibrate`: what Loki, Double Sparsity, Kascade, DuoAttention and budgets by mass take from traces, as
+files."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.trace import Trace
 from sparseattn.training.calibrate import calibrate, of_layer, output_file, prompts_of
 from sparseattn.training.fit_logits import fit
+from sparseattn.training.head_errors import head_errors
 from sparseattn.training.prompts import Prompts
 from sparseattn.training.similarity import similarity
 from sparseattn.utils.devices import usable_device
@@ -28,21 +30,23 @@ from sparseattn.utils.ranks import JobRanks, of_job
 MASS = "mass"  # of --method
 ZONES = ("sink", "window", "last")  # options of it
 QUARTER = 4  # the methods' default: a quarter of the dimensions
-KASCADE = "kascade"
-QUERIES = 64  # of each prompt, that Kascade compares layers on by default
+KASCADE, DUO = "kascade", "duo"
+QUERIES = 64  # of each prompt, that Kascade and DuoAttention look at by default
 SHOWN = 8  # numbers of anchors that a report names
 
 
 def run(options: CalibrateOptions) -> None:
     """Run `sparseattn calibrate`."""
     place, ranks = usable_device(options.device), of_job()
-    if ranks and (options.method == KASCADE or options.selector is not None):
+    if ranks and (options.method in (KASCADE, DUO) or options.selector is not None):
         raise ValueError(
             f"--method {options.method} compares layers or fits one selector in one process, and torchrun has started "
             f"{ranks.count}: start it without torchrun"
         )
     if options.method == KASCADE:
         _compare_layers(options, place)
+    elif options.method == DUO:
+        _profile_heads(options)
     elif options.selector is not None:
         _fit_estimates(options, options.selector)
     else:
@@ -172,3 +176,32 @@ def _compare_layers(options: CalibrateOptions, place: torch.device) -> None:
         console.print(f"{count}: {', '.join(map(str, layers))} ({similarities.score(layers):.2f})")
     prompts = len(similarities.meta["prompts"])
     console.print(f"{out}: {len(similarities.layers)} layers, {prompts} prompts, {seconds:.0f} s", soft_wrap=True)
+
+
+def _profile_heads(options: CalibrateOptions) -> None:
+    """Write how much streaming changes each head, for DuoAttention's roles, and say which heads retrieve."""
+    started, out = time.monotonic(), options.out
+    with progress_of(f"calibrate {DUO}") as progress:
+        profile = head_errors(
+            options.traces,
+            out,
+            layers=options.layer_numbers,
+            queries=QUERIES if options.queries is None else options.queries,
+            sink=options.sink,
+            window=options.window,
+            progress=progress,
+        )
+    seconds = time.monotonic() - started
+    gates = profile.gates()
+    if options.json:
+        report: dict[str, Any] = {"profile": str(out), "method": DUO, "bytes": out.stat().st_size}
+        by_layer = {str(index): [round(gate, 4) for gate in each] for index, each in gates.items()}
+        typer.echo(json.dumps({**report, "seconds": round(seconds, 3), "gates": by_layer, **profile.meta}))
+        return
+    console = Screen()
+    console.print("gates of KV heads, 0 streaming to 1 retrieval:")
+    for index, each in gates.items():
+        console.print(f"layer {index}: {' '.join(f'{gate:.2f}' for gate in each)}")
+    console.print(
+        f"{out}: {len(gates)} layers, {len(profile.meta['prompts'])} prompts, {seconds:.0f} s", soft_wrap=True
+    )

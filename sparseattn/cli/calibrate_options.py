@@ -13,13 +13,15 @@ from sparseattn.cli import options as shared
 
 CHANNELS = ("loki", "doublesparsity")  # of --method: whose channels are calibrated
 KASCADE = "kascade"
+DUO = "duo"
 MASS = "mass"
-ZONES = ("sink", "window", "last")  # options of `MASS` alone
+METHODS = (*CHANNELS, KASCADE, DUO, MASS)
+ZONES = ("sink", "window", "last")  # options of `MASS`, and all but the last of `DUO`
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """Calibrate Loki, Double Sparsity or Kascade on traces. `loki:artefact=FILE` uses the result.
+    """Calibrate Loki, Double Sparsity, Kascade or DuoAttention on traces. `loki:artefact=FILE` uses the result.
 
     With --method mass, fit a selector's estimates of attention, which budgets such as mass:0.95 rely on.
     `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses the result.
@@ -29,8 +31,8 @@ class CalibrateOptions:
     method: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(CHANNELS)}, {KASCADE} or {MASS}.",
-            autocompletion=completion.one_of((*CHANNELS, KASCADE, MASS)),
+            help=f"{', '.join(METHODS[:-1])} or {MASS}.",
+            autocompletion=completion.one_of(METHODS),
         ),
     ]
     out: Annotated[Path, typer.Option(help="File to write, NAME.safetensors.")]
@@ -41,7 +43,7 @@ class CalibrateOptions:
     ] = False
     queries: Annotated[
         int | None,
-        typer.Option(help="With kascade: number of queries of each prompt to compare layers on. Default: 64."),
+        typer.Option(help="With kascade or duo: number of queries of each prompt to look at. Default: 64."),
     ] = None
     device: shared.Device = None
     selector: Annotated[
@@ -51,13 +53,15 @@ class CalibrateOptions:
             autocompletion=completion.selectors(),
         ),
     ] = None
-    sink: Annotated[int, typer.Option(help=f"With {MASS}: number of first tokens that every query reads.")] = 4
-    window: Annotated[int, typer.Option(help=f"With {MASS}: number of most recent tokens that every query reads.")] = 64
+    sink: Annotated[int, typer.Option(help=f"With {MASS} or {DUO}: number of first tokens that every query reads.")] = 4
+    window: Annotated[
+        int, typer.Option(help=f"With {MASS} or {DUO}: number of most recent tokens that every query reads.")
+    ] = 64
     last: Annotated[int, typer.Option(help=f"With {MASS}: number of tokens to decode, at the end of each trace.")] = 32
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False
 
     def __post_init__(self) -> None:
-        values.check_one_of("--method", self.method, (*CHANNELS, KASCADE, MASS))
+        values.check_one_of("--method", self.method, METHODS)
         if (self.method == MASS) != (self.selector is not None):
             raise ValueError(
                 f"--method {MASS} needs --selector, and no other method takes it; got --method {self.method}"
@@ -65,12 +69,18 @@ class CalibrateOptions:
         if self.method == MASS and (self.before_rope or self.device is not None):
             option = "--before-rope" if self.before_rope else "--device"
             raise ValueError(f"--method {MASS} takes no {option}: it replays traces as they are, on the CPU")
-        if self.method != MASS and any(getattr(self, name) != getattr(type(self), name) for name in ZONES):
-            raise ValueError(f"only --method {MASS} takes --sink, --window and --last; got --method {self.method}")
-        if self.method == KASCADE and self.before_rope:
-            raise ValueError(f"{KASCADE} takes keys and queries after RoPE, not before it")
-        if self.method != KASCADE and self.queries is not None:
-            raise ValueError(f"only --method {KASCADE} takes --queries; {self.method} uses every token")
+        taken = {MASS: ZONES, DUO: ZONES[:2]}.get(self.method, ())
+        if any(getattr(self, name) != getattr(type(self), name) for name in ZONES if name not in taken):
+            raise ValueError(
+                f"only --method {MASS} takes --sink, --window and --last, and {DUO} the first two; got --method "
+                f"{self.method}"
+            )
+        if self.method in (KASCADE, DUO) and self.before_rope:
+            raise ValueError(f"{self.method} takes keys and queries after RoPE, not before it")
+        if self.method == DUO and self.device is not None:
+            raise ValueError(f"--method {DUO} takes no --device: it works on the CPU")
+        if self.method not in (KASCADE, DUO) and self.queries is not None:
+            raise ValueError(f"only --method {KASCADE} and {DUO} take --queries; {self.method} uses every token")
 
     @property
     def layer_numbers(self) -> list[int] | None:

@@ -20,7 +20,13 @@ from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain, table_screen
 from sparseattn.selectors.methods import METHODS
-from sparseattn.selectors.parameters import channel_calibration, layer_similarity, logit_fit, saap_artefact
+from sparseattn.selectors.parameters import (
+    channel_calibration,
+    head_profile,
+    layer_similarity,
+    logit_fit,
+    saap_artefact,
+)
 from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.selectors.registry import SELECTORS
@@ -103,6 +109,7 @@ def _described(path: Path) -> dict[str, Any]:
             channel_calibration.FORMAT: _calibration,
         }
         kinds |= {layer_similarity.FORMAT: _similarity, logit_fit.FORMAT: _estimates}
+        kinds |= {head_profile.FORMAT: _profile}
         kind = kinds.get(metadata.get("format", ""))
         if kind is None:
             raise TraceError(
@@ -206,6 +213,17 @@ def _similarity(path: Path) -> dict[str, Any]:
         "layers": list(similarity.layers),
         "anchors": {str(count): similarity.anchors(count) for count in every},
         "meta": {name: similarity.meta[name] for name in ORIGIN if name in similarity.meta},
+    }
+
+
+def _profile(path: Path) -> dict[str, Any]:
+    profile = head_profile.HeadProfile.load(path)
+    return {
+        "kind": "profile of heads",
+        "hash": RIGHT,
+        "model": str(profile.meta.get("model", "unknown")),
+        "gates": {str(index): " ".join(f"{gate:.2f}" for gate in each) for index, each in profile.gates().items()},
+        "meta": {name: profile.meta[name] for name in ORIGIN if name in profile.meta},
     }
 
 

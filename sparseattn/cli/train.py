@@ -13,14 +13,16 @@ import typer
 
 from sparseattn.cli import values
 from sparseattn.cli.progress import progress_bar, progress_of
-from sparseattn.cli.train_options import INDEXES, QUERYPQ, SAAP, TrainOptions
+from sparseattn.cli.train_options import A2ATS, INDEXES, LOCRET, QUERYPQ, SAAP, TrainOptions
 from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
+from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.parameters.saap_artefact import Artefact
-from sparseattn.training import Progress, train, train_codes, train_index
+from sparseattn.training import Progress, train, train_codes, train_index, train_retaining, train_window
 from sparseattn.training.query_codes import kept
 from sparseattn.utils.devices import usable_device
 
+LAST_STEPS = "mean loss of the last tenth of the steps:"
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
 
 
@@ -33,6 +35,12 @@ def run(options: TrainOptions) -> None:
         return
     if options.method == QUERYPQ:
         _train_codes(options)
+        return
+    if options.method == A2ATS:
+        _train_window(options)
+        return
+    if options.method == LOCRET:
+        _train_retaining(options)
         return
     recipe, layers = options.recipe, values.integers(options.layers, "--layers")
     place = usable_device(options.device)
@@ -80,6 +88,26 @@ def _train_codes(options: TrainOptions) -> None:
     )
 
 
+def _train_window(options: TrainOptions) -> None:
+    """Write what a2ats codes keys by, and say how far its codes are off."""
+    started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
+    with progress_of(f"train {A2ATS}") as progress:
+        calibration = train_window(
+            options.traces, out, options.window_recipe, layers=layers, device=options.device, progress=progress
+        )
+    _say_losses(calibration, options, "error", "mean squared error of codes, as a share:", time.monotonic() - started)
+
+
+def _train_retaining(options: TrainOptions) -> None:
+    """Write Locret's heads, and say what the loss of each layer came to."""
+    started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
+    with progress_of(f"train {LOCRET}") as progress:
+        calibration = train_retaining(
+            options.traces, out, options.retaining_recipe, layers=layers, device=options.device, progress=progress
+        )
+    _say_losses(calibration, options, "loss", LAST_STEPS, time.monotonic() - started)
+
+
 def _train_index(options: TrainOptions) -> None:
     """Write the maps of a learned index, and say what the loss of each layer came to."""
     started, out, layers = time.monotonic(), options.out, values.integers(options.layers, "--layers")
@@ -87,13 +115,19 @@ def _train_index(options: TrainOptions) -> None:
         calibration = train_index(
             options.traces, out, options.index_recipe, layers=layers, device=options.device, progress=progress
         )
-    seconds, size = time.monotonic() - started, out.stat().st_size
+    _say_losses(calibration, options, "loss", LAST_STEPS, time.monotonic() - started)
+
+
+def _say_losses(calibration: Calibration, options: TrainOptions, fact: str, words: str, seconds: float) -> None:
+    """Say what the calibration's meta has of each layer by the name `fact`."""
+    out = options.out
+    size = out.stat().st_size
     if options.json:
         report = {"artefact": str(out), "method": options.method, "bytes": size, "seconds": round(seconds, 3)}
         typer.echo(json.dumps({**report, **calibration.meta}))
         return
-    console, losses = Screen(), calibration.meta["loss"]
-    console.print("mean loss of the last tenth of the steps:")
+    console, losses = Screen(), calibration.meta[fact]
+    console.print(words)
     console.print("  ".join(f"layer {index} {loss:.2f}" for index, loss in losses.items()))
     console.print(
         f"{out}: {len(losses)} layers, {size / 2**20:.1f} MiB, {len(calibration.meta['prompts'])} prompts, "

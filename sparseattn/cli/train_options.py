@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,18 +12,21 @@ from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
 
 if TYPE_CHECKING:
-    from sparseattn.training import CodesRecipe, Filters, IndexRecipe, Recipe
+    from sparseattn.training import CodesRecipe, Filters, IndexRecipe, Recipe, RetainingRecipe, WindowRecipe
 
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
-SAAP, QUERYPQ, HATA, INDEXER = METHODS = "saap", "querypq", "hata", "indexer"  # of --method
+METHODS = SAAP, QUERYPQ, A2ATS, HATA, INDEXER, LOCRET = "saap", "querypq", "a2ats", "hata", "indexer", "locret"
 INDEXES = (HATA, INDEXER)
 ALL = ("method", "traces", "out", "layers", "seed", "device", "json")  # options of every method
 OWNERS = {  # of other options; those that are not here are of `SAAP`
-    "sample": (SAAP, QUERYPQ),
-    "queries": (SAAP, QUERYPQ),
-    "steps": (SAAP, *INDEXES),
-    "rate": (SAAP, *INDEXES),
-    **dict.fromkeys(("subspaces", "bits", "reach", "ahead", "distil"), (QUERYPQ,)),
+    "sample": (SAAP, QUERYPQ, A2ATS),
+    "queries": (SAAP, QUERYPQ, A2ATS),
+    "steps": (SAAP, *INDEXES, LOCRET),
+    "rate": (SAAP, *INDEXES, LOCRET),
+    "hidden": (SAAP, LOCRET),
+    "answer": (LOCRET,),
+    "bits": (QUERYPQ, A2ATS),
+    **dict.fromkeys(("subspaces", "reach", "ahead", "distil"), (QUERYPQ,)),
     "width": INDEXES,
     "objective": (HATA,),
 }
@@ -31,7 +34,7 @@ OWNERS = {  # of other options; those that are not here are of `SAAP`
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train saap, querypq, hata or indexer on traces of prompts. The same command resumes a run that was stopped.
+    """Train what a method learns from traces of prompts. The same command resumes a stopped run.
 
     `saap:artefact=FILE`, `querypq:artefact=FILE` and so on use the result. For saap, `torchrun --nproc-per-node N -m
     sparseattn train ...` splits the KV heads over N processes.
@@ -43,7 +46,8 @@ class TrainOptions:
         str,
         typer.Option(
             help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks; "
-            f"{HATA}: directions of hash codes; {INDEXER}: maps to few dimensions.",
+            f"{A2ATS}: metric and one codebook of keys before RoPE; {HATA}: directions of hash codes; {INDEXER}: maps "
+            f"to few dimensions; {LOCRET}: retaining heads.",
             autocompletion=completion.one_of(METHODS),
         ),
     ] = SAAP
@@ -63,15 +67,23 @@ class TrainOptions:
     ] = None
     sample: Annotated[
         int | None,
-        typer.Option(help=f"Number of keys that k-means sees. Default: 256 per bucket, for {QUERYPQ} 32768."),
+        typer.Option(
+            help=f"Number of keys that k-means sees. Default: 256 per bucket, for {QUERYPQ} and {A2ATS} 32768."
+        ),
     ] = None
     iterations: Annotated[int, typer.Option(help="Number of k-means iterations.")] = 25
-    hidden: Annotated[int, typer.Option(help="Hidden width of the query classifier.")] = 1024
+    hidden: Annotated[
+        int, typer.Option(help=f"Hidden width of the query classifier, or for {LOCRET} of its network.")
+    ] = 1024
+    answer: Annotated[
+        int,
+        typer.Option(help=f"For {LOCRET}: last tokens of a prompt that say how much those before are attended to."),
+    ] = 256
     steps: Annotated[
         int | None,
         typer.Option(
-            help=f"Largest number of training steps of the classifier (default: 2000), or for {HATA} and {INDEXER} of "
-            "steps of each layer (default: 500)."
+            help=f"Largest number of training steps of the classifier (default: 2000), or for {HATA}, {INDEXER} "
+            f"and {LOCRET} of steps of each layer (default: 500)."
         ),
     ] = None
     batch: Annotated[int, typer.Option(help="Queries per step, all from one prompt.")] = 1024
@@ -79,7 +91,7 @@ class TrainOptions:
         int | None,
         typer.Option(
             help=f"Number of distinct queries, over all prompts: those that a classifier sees (default: 65536), or for "
-            f"{QUERYPQ} those of each query head that make the metric (default: 8192)."
+            f"{QUERYPQ} and {A2ATS} those of each query head that make the metric (default: 8192)."
         ),
     ] = None
     keys: Annotated[
@@ -89,7 +101,7 @@ class TrainOptions:
         float | None,
         typer.Option(
             help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} "
-            f"0.01, with --objective {HATA} 0.1."
+            f"0.01, with --objective {HATA} 0.1, for {LOCRET} 0.0005."
         ),
     ] = None
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
@@ -132,7 +144,13 @@ class TrainOptions:
     subspaces: Annotated[
         int, typer.Option(help=f"For {QUERYPQ}: number of subspaces per head; 0 means one per 2 * BITS channels.")
     ] = 0
-    bits: Annotated[int, typer.Option(help=f"For {QUERYPQ}: bits of the code of a subspace, 4 or 8.")] = 4
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            help=f"For {QUERYPQ}: bits of the code of a subspace, 4 (default) or 8; for {A2ATS}: of a key's name, 1 to "
+            "12 (default)."
+        ),
+    ] = None
     reach: Annotated[
         float, typer.Option(help=f"For {QUERYPQ}: weight each key by its mean attention to this power, 0 to 1.")
     ] = 0.5
@@ -200,14 +218,31 @@ class TrainOptions:
         """What decides a run of `QUERYPQ`."""
         from sparseattn.training import CodesRecipe
 
-        given = {name: getattr(self, name) for name in ("sample", "queries") if getattr(self, name) is not None}
+        given = self._given("sample", "queries", "bits")
         given |= {name: getattr(self, name) for name in ("reach", "ahead", "seed", "distil")}
-        return CodesRecipe(self.subspaces, self.bits, **given)
+        return CodesRecipe(self.subspaces, **given)
+
+    @property
+    def window_recipe(self) -> WindowRecipe:
+        """What decides a run of `A2ATS`."""
+        from sparseattn.training import WindowRecipe
+
+        return WindowRecipe(seed=self.seed, **self._given("sample", "queries", "bits"))
+
+    @property
+    def retaining_recipe(self) -> RetainingRecipe:
+        """What decides a run of `LOCRET`."""
+        from sparseattn.training import RetainingRecipe
+
+        return RetainingRecipe(self.hidden, answer=self.answer, seed=self.seed, **self._given("steps", "rate"))
 
     @property
     def index_recipe(self) -> IndexRecipe:
         """What decides a run of `HATA` or `INDEXER`."""
         from sparseattn.training import IndexRecipe
 
-        given = {name: getattr(self, name) for name in ("steps", "rate") if getattr(self, name) is not None}
-        return IndexRecipe(self.method, self.width, self.objective, seed=self.seed, **given)
+        return IndexRecipe(self.method, self.width, self.objective, seed=self.seed, **self._given("steps", "rate"))
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Options of these names that were given."""
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -72,6 +72,10 @@ class Rope:
         """The inverse of `rotate`, to the rounding of x's dtype."""
         return self._turn(x, positions, 1 / self.scaling, -1)
 
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """`x` with RoPE as it is so many positions later (`by`, as `rotate` takes positions): without `scaling`."""
+        return self._turn(x, by, 1.0, 1)
+
     def cos_sin(
         self, positions: Tensor, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 HALF = 16  # centroids of a codebook of which a byte names two
+BYTE = 256  # that a byte names one of; names of more have 16 bits
 CHUNK = 1 << 22  # distances held at a time, 16 MiB
 
 
 def nearest(keys: Tensor, books: Tensor) -> Tensor:
-    """`[B,H,n,S]` uint8: of keys `[B,H,n,D]`, the nearest centroid in each of the S subspaces of `[B,H,S,K,d]`."""
+    """`[B,H,n,S]` uint8, int16 with more than 256 centroids: of keys `[B,H,n,D]`, the nearest centroid in each of the S
+    subspaces of `[B,H,S,K,d]`."""
     batch, heads, count, _ = keys.shape
     subspaces, centroids, size = books.shape[2:]
     held = books.float().flatten(0, 2)  # [BHS,K,d]
     half = held.square().sum(-1)[:, None] / 2  # [BHS,1,K]
-    names = keys.new_empty(batch, heads, count, subspaces, dtype=torch.uint8)
+    kind = torch.uint8 if centroids <= BYTE else torch.int16
+    names = keys.new_empty(batch, heads, count, subspaces, dtype=kind)
     once = max(CHUNK // (len(held) * centroids), 1)  # rows
     for part, out in zip(keys.split(once, 2), names.split(once, 2), strict=True):
         cut = part.float().unflatten(3, (subspaces, size)).transpose(2, 3).flatten(0, 2)  # [BHS,n,d]
@@ -65,7 +68,7 @@ def logits(tables: Tensor, codes: Tensor, real: Tensor, weights: Tensor | None =
 
     Args:
         tables: `[B,H,G,M,K]` float32, what a centroid adds to the logit.
-        codes: `[B,H,N,M]` uint8, below K.
+        codes: `[B,H,N,M]` uint8 or int16, below K.
         real: `[B,N]` bool, or `[B,H,N]`.
         weights: `[B,H,N,M]` float32, by which each number from a table is multiplied; None: 1.
 

@@ -1,17 +1,19 @@
-"""Roles of papers: PyramidKV, https://arxiv.org/abs/2406.02069, DuoAttention, https://arxiv.org/abs/2410.10819, and
-RazorAttention, https://arxiv.org/abs/2407.15891."""
+"""Roles of papers: PyramidKV, https://arxiv.org/abs/2406.02069, DuoAttention, https://arxiv.org/abs/2410.10819,
+RazorAttention, https://arxiv.org/abs/2407.15891, and TidalDecode, https://arxiv.org/abs/2410.05076."""
 
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sparseattn.core.budget import budget_rows
-from sparseattn.roles.role import DENSE, WINDOW
+from sparseattn.core.budget import Budget, budget_rows
+from sparseattn.roles.role import DENSE, WINDOW, Role
 from sparseattn.roles.roles import Given, Roles
 
 BLOCK = 64  # queries of a prompt whose weights lie in memory at a time
@@ -71,7 +73,8 @@ def duo(
 
     Args:
         scores: of each KV head of each layer, `[L,H]` or by layer: the paper's gates, 0 to 1, which it optimises on
-            passkey prompts, or anything else that tells how much a head looks back.
+            passkey prompts (`published_gates`), those of a `HeadProfile` measured on traces, or anything else that
+            tells how much a head looks back.
         threshold: a head of a larger score is a retrieval head.
         retrieval, streaming: their roles; the paper's by default. `Role("window", 192)` reads 192 rows more than the
             cache's window.
@@ -91,6 +94,16 @@ def duo(
             )
     made = {layer: [retrieval if score > threshold else streaming for score in heads] for layer, heads in each.items()}
     return Roles(made, name, {"threshold": threshold})
+
+
+def published_gates(path: str | os.PathLike[str]) -> Tensor:
+    """Return the gates `[L,H]`, cut to 0 to 1, of a file as DuoAttention's authors publish for models, a line for each
+    layer (`full_attention_heads.tsv` in `attn_patterns` of mit-han-lab/duo-attention); ValueError for another file."""
+    lines = [line.split("\t") for line in Path(path).read_text().splitlines() if line.strip()]
+    try:
+        return torch.tensor([[float(one) for one in line] for line in lines]).reshape(len(lines), -1).clamp(0, 1)
+    except ValueError as error:
+        raise ValueError(f"{path} is no table of gates, a line for each layer: {error}") from error
 
 
 def _is_number(score: object) -> bool:
@@ -165,3 +178,37 @@ def razor(
         chosen.view(-1)[best] = True
     made = {layer: [retrieval if one else local for one in heads] for layer, heads in enumerate(chosen.tolist())}
     return Roles(made, name, {"echoes": echoes, "inductions": inductions})
+
+
+def tidaldecode(
+    layers: int,
+    budget: Budget = None,
+    first: int = 2,
+    again: int = 13,
+    *,
+    group: str = "each",
+    name: str = "tidaldecode",
+) -> Roles:
+    """TidalDecode's roles (https://arxiv.org/abs/2410.05076): dense first layers, two layers that attend to every row
+    and rank them, and others that read the rows ranked first.
+
+    Facts are from the authors' code (DerrickYLJ/TidalDecode, `src/tidal_build/modify_llama.py`). There rows are ranked
+    among all; here sink and window are read in any case. A layer that ranks rows counts as scoring each key once more.
+
+    Args:
+        layers: how many the model has.
+        budget: rows that the others read; None: the budget that is asked for where the roles are used.
+        first: the layer that ranks first; those before it are dense. 2 in the authors' code.
+        again: the layer that ranks again; 13 in their runs of Llama 3 8B. A model without such a layer ranks once.
+        group: how the heads of a KV head rank, see `Exact`: each for itself in the paper; "layer" is OmniKV's one list.
+        name: what tables call it.
+
+    Raises:
+        ValueError: layers that are not there or not in this order.
+    """
+    if not 0 <= first < min(again, layers):
+        raise ValueError(f"of {layers} layers, first is 0 or more, and again is a later layer, got {first} and {again}")
+    anchors = [first, again] if again < layers else [first]
+    method = f"kascade:anchors=[{','.join(map(str, anchors))}],inner=[exact:group={group}]"
+    each = {layer: Role(method, "all" if layer in anchors else budget) for layer in range(first, layers)}
+    return Roles({**dict.fromkeys(range(first), DENSE), **each}, name, {"first": first, "again": again})

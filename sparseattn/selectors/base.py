@@ -67,6 +67,8 @@ class Selector(Stateful, Named, ABC):
             parts, the least common multiple of the span and their units.
         uses_budget: whether the choice depends on the budget at all.
         knob: the argument that trades recall for work, see `Named`.
+        best_first: whether the slots of its selections are single rows, the best of each head first, so that the first
+            of them are what a smaller budget would read.
         part_names: see above.
         late: names of parameters that `append` may fill in, because no row decides what they hold, such as a model that
             is loaded at its first use.
@@ -78,6 +80,7 @@ class Selector(Stateful, Named, ABC):
     layer_context: LayerContext = LayerContext()
     span: int = 1
     uses_budget: bool = True
+    best_first: bool = False
     late: tuple[str, ...] = ()
     operators: int = 8
     fixed_for_cache: bool = False

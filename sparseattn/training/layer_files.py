@@ -23,12 +23,14 @@ def written_by_layer(
     out: Path,
     learn: Callable[[Partial], None],
     fact: str,
+    roped: bool = True,
 ) -> Calibration:
     """Let `learn` write the files of layers that have none, and return the calibration `out` that is made of all.
 
     Args:
         method: of the calibration.
         learn: is given the folder, which may hold layers of a run that was killed.
+        roped: whether it is of keys after RoPE.
         fact: a number that each layer's file has beside its tensors; the calibration's meta has it by layer.
 
     Raises:
@@ -49,6 +51,6 @@ def written_by_layer(
         fact: {str(index): facts[fact] for index, (_, facts) in read.items()},
     }
     found = {index: tensors for index, (tensors, _) in read.items()}
-    Calibration(method, found, ropes=prompts.ropes, meta=meta).save(out)
+    Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta).save(out)
     folder.remove()
     return Calibration.load(out)

@@ -459,6 +459,8 @@ def test_a_bad_first_append_leaves_the_cache_usable() -> None:
         ("twostage:pages=saap", "artefact=FILE of rows without RoPE"),
         ("kmeans:artefact=reference", "artefact of roped keys"),
         ("loki:before=True", "before=False"),
+        ("a2ats", "such as querypq"),
+        ("locret", "such as snapkv"),
         ("infllm:distance=64,page=16", "distance=None"),
     ],
 )
@@ -470,7 +472,10 @@ def test_a_method_that_needs_the_layers_rope_is_refused_before_rows_are_stored(s
     assert cache.batch == 0
 
 
-@pytest.mark.parametrize("spec", [name for name in SELECTORS if name not in ("kascade", "kmeans", "moments", "saap")])
+NEEDS_A_MODEL = ("a2ats", "kascade", "kmeans", "locret", "moments", "saap")  # its RoPE, a file, or its layers
+
+
+@pytest.mark.parametrize("spec", [name for name in SELECTORS if name not in NEEDS_A_MODEL])
 def test_every_other_method_decodes_over_plain_tensors_as_it_comes(spec: str) -> None:
     """Through a second seal. Kascade takes arguments always."""
     queries, keys, values = heads(1, 2, 3, 240, 16)

@@ -46,9 +46,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-BUCKETS = {"kascade", "kmeans", "moments", "saap"}  # of a model, which a file is for
+BUCKETS = {
+    "a2ats",
+    "kascade",
+    "kmeans",
+    "locret",
+    "moments",
+    "saap",
+}  # of a model: of a file for it, its layers or its RoPE
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
-LEARN |= {"a2sf", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
+LEARN |= {"a2sf", "fastgen", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
 WIDE = {"infllm": 128, "infllm2": 64, "skipsoftmax": 128}  # rows that these read at a time
 
 

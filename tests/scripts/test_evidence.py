@@ -146,7 +146,9 @@ def test_every_block_has_its_record_and_every_record_its_step() -> None:
         found["source"].partition(".")[0] for text in texts for found in (*NUMBER.finditer(text), *CLAIM.finditer(text))
     }
     there = {path.stem for path in RESULTS.glob("*.json")} - {"made"}
-    assert needed - AWAITED <= there | {frames.REGISTRY} | {path.stem for path in REPORTED.glob("*.json")}
+    assert needed - AWAITED <= there | {frames.REGISTRY, frames.SYSTEMS} | {
+        path.stem for path in REPORTED.glob("*.json")
+    }
     assert made.read().keys() == there
     for found in blocks:  # no number without its record
         assert bool(found["body"]) == (not AWAITED & {name.strip() for name in found["records"].split(",")}), found[0]
@@ -322,6 +324,20 @@ def test_the_registry_is_a_source_of_tables() -> None:
     rows = frames.read(load, frames.REGISTRY)
     assert [row["method"] for row in rows] == list(methods.METHODS)
     assert next(row for row in rows if row["method"] == "quest")["row"] == 2 * 2 * 8 * 128 / 16  # of 8 heads
+
+
+def test_every_system_is_told_of_and_its_rule_is_tested() -> None:
+    rows = frames.read(frames.loader(), frames.SYSTEMS)
+    here = [row for row in rows if row["kind"] == "here"]
+    assert len(here) > len(methods.METHODS), "codecs and roles are there too"
+    for row in here:
+        text = (Path(__file__).parents[2] / row["where"].strip("`")).read_text()
+        kind = row["here"]
+        name = re.findall(r"`(\w+)", row["system"] + row["here"])[0]
+        known = methods.METHODS[name].kind if kind == "method" else name
+        assert known.lower() in text.lower(), f"{row['where']} says nothing of {name}"
+    for row in rows:
+        assert row["kind"] == "here" or row["why"]
 
 
 MARKED = """# A

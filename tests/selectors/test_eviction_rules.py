@@ -1,14 +1,15 @@
-"""Rows that A2SF, Keyformer, Scissorhands and ZipCache hold, beside each rule in loops and float64, step by step."""
+"""Rows that A2SF, Keyformer, Scissorhands, ZipCache and FastGen hold, beside each rule in float64, step by step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import A2SF, H2O, Keyformer, KVCache, Scissorhands, ZipCache, decode
+from sparseattn import A2SF, H2O, FastGen, Keyformer, KVCache, Scissorhands, ZipCache, decode
 from tests.cases import attention, heads
 from tests.selectors.test_eviction_methods import BUDGET, PROMPT, STEPS, D, G, H, attended, causal, steps
 
@@ -173,3 +174,57 @@ def test_zipcache_divides_by_how_many_queries_see_a_row(data: str) -> None:
 def test_bad_arguments_get_a_sentence(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def profile(weights: Tensor, recovery: float) -> tuple[int, Tensor, int]:
+    """The policy of a head whose queries have `weights` `[G,N,N]`, what it holds of the prompt, and its newest rows."""
+    many, sums, window = math.ceil(0.3 * PROMPT), weights.sum((0, 1)), int(0.3 * PROMPT)
+    columns = torch.arange(PROMPT)
+    first = columns < 4
+    masks = [first.expand(PROMPT, PROMPT)]
+    for local in (0, window):
+        mask = first | (columns > columns[:, None] - local) & (columns <= columns[:, None])
+        free = (~mask[-1]).nonzero()[:, 0]
+        mask = mask.clone()
+        mask[:, free[sums[free].topk(min(many, len(free))).indices]] = True
+        masks.append(mask)
+    masks.append(torch.ones(PROMPT, PROMPT, dtype=torch.bool))
+    recovered = [float((weights * mask).sum(-1).mean()) for mask in masks]
+    policy = next(i for i, share in enumerate(recovered) if share >= recovery or i == 3)
+    return policy, masks[policy][-1], window if policy == 2 else 0
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_fastgen_holds_what_each_heads_policy_does(data: str) -> None:
+    """AnswerDotAI/cold-compress, cache.py:1066-1136 (masks), 1161-1173 (the first that recovers enough, in the mean of
+    queries) and 844-893 (the least goes, first and newest rows saved); sums of weights, as arXiv 2310.01801 has."""
+    queries, keys, values = DATA[data](1, H, G, PROMPT + STEPS, D)
+    q, k, v = queries[0], keys[0], values[0]
+    weights = causal(q[:, :, :PROMPT], k[:, :PROMPT])
+    shares = [float(w[:, :, :4].sum(-1).mean()) for w in weights]
+    seen = set()
+    for recovery in (min(shares) * 0.9, 0.5, 0.6, 0.7, 0.8, 0.9, 0.999):
+        held = torch.zeros(H, PROMPT + STEPS, dtype=torch.bool)
+        most, last = [], []
+        total = torch.zeros(H, PROMPT + STEPS, dtype=torch.float64)
+        for h in range(H):
+            policy, held[h, :PROMPT], window = profile(weights[h], recovery)
+            seen.add(policy)
+            most.append(PROMPT + STEPS if policy == 3 else int(held[h].sum()))
+            last.append(window)
+            total[h, :PROMPT] = weights[h].sum((0, 1))
+        cache = KVCache(FastGen(recovery), sink=0, window=1, seal=1, check=True)
+        for t, rows, out in steps(cache, queries, keys, values, None):
+            for h in range(H):
+                mine = held[h].nonzero()[:, 0].tolist()
+                saved = {*range(4), *mine[len(mine) - last[h] :]}
+                for row in sorted((row for row in mine if row not in saved), key=total[h].__getitem__)[
+                    : max(len(mine) - most[h], 0)
+                ]:
+                    held[h, row] = False
+            held[:, t] = True
+            assert torch.equal(rows, held[:, : t + 1]), (recovery, t)
+            now, expected = attended(q[:, :, t], k[:, : t + 1], v[:, : t + 1], rows)
+            total[:, : t + 1] += now.sum(1)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert seen == {0, 1, 2, 3}

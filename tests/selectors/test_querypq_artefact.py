@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], trained:
         assert ran.exit_code == 2, ran.output
         assert message in " ".join(ran.stderr.split())
     ran = CliRunner().invoke(app, ["train", *map(str, traces), "--bits", "8", "--out", str(tmp_path / "x.safetensors")])
-    assert "--bits needs --method querypq, got --method saap" in " ".join(ran.stderr.split())
+    assert "--bits needs --method querypq or a2ats, got --method saap" in " ".join(ran.stderr.split())
     other = tmp_path / "y.safetensors.partial"
     other.mkdir()
     (other / "run.json").write_text('{"identity": "another"}')

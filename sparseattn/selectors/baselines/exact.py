@@ -33,6 +33,7 @@ class Exact(ComparesHeads, ReadsKeys, EstimatesMass, SharesScores, Selector):
     """
 
     page = 1
+    best_first = True
 
     def __init__(self, group: str = "each", refresh: int = 1) -> None:
         if refresh < 1:

@@ -48,4 +48,16 @@ METHODS = {
         builds="10 rounds of k-means in each segment",
         runs="torch",
     ),
+    "louver": MethodRow(
+        "clusters.louver:Louver",
+        "2605.06763",
+        reads="every token whose product with the query reaches a threshold, found by balls of keys",
+        faithful="parts of channels, balanced clusters of four keys, the sweep and its stop, thresholds by a sample",
+        departs="bounds are those of balls, so that none is missed, where the authors' kernels take means "
+        "(`ball=False`); the budget caps what is read; `threshold=mass` is ours; its body could not be read, its code "
+        "could",
+        scans="a mean of each cluster, the sample's keys, the keys of clusters that are taken",
+        builds="clusters of keys in each part of the channels",
+        runs="torch",
+    ),
 }

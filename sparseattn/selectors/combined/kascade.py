@@ -40,10 +40,12 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
 
     A layer that reads another's choice holds no index, scans nothing and has no tail; a bias comes with the rows. It
     needs the other layers of its model at the same step: `SparseCache` and comparisons show them to it (`board`), and a
-    `KVCache` of its own refuses it. All layers have one budget, sink and window, and seal alike.
+    `KVCache` of its own refuses it. All layers have one budget, sink and window, and seal alike; of an anchor whose
+    budget is larger others read the first rows, if `inner` names its rows best first (`best_first`), as `exact` does.
 
     The paper's layer 0 attends to every row, and so do the anchors of the other two: here each reads its own choice.
-    `dense_layers` leaves layers dense, and an anchor cannot be one of them.
+    `dense_layers` leaves layers dense, and an anchor cannot be one of them; `roles.papers.tidaldecode` gives anchors
+    every row.
 
     Raises:
         ValueError: no anchor or numbers that do not rise, an inner method that drops rows, a file that is not there; in
@@ -170,6 +172,15 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
             return scan
         return replace(scan, scanned=0, read=0, launches=(Launch("operator", count=self.operators),), tail=0)
 
+    def _first(self, found: Choice, budget: int) -> Choice:
+        """The first rows of what a layer of a larger budget chose, where `inner` names its rows best first."""
+        if found.budget <= budget or not self.inner.best_first:
+            return found
+        chosen = found.selection
+        bias = None if chosen.bias is None else chosen.bias[..., :budget]
+        start, length = chosen.start[..., :budget], chosen.length[..., :budget]
+        return Choice(replace(chosen, start=start, length=length, bias=bias), budget, found.rows)
+
     def _read(self, anchor: int, query: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
         found = None if self.layer_context.board is None else self.layer_context.board.get(anchor)
@@ -178,6 +189,7 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
                 f"layer {self.layer} reads what layer {anchor} chose, and that layer chose nothing at this step: it "
                 f"runs before, is not dense, and has the same method"
             )
+        found = self._first(found, budget)
         if (found.rows, found.budget) != (self.shown, budget):
             raise ValueError(
                 f"layer {self.layer} has {self.shown} sealed rows and a budget of {budget} rows, layer {anchor}, whose "

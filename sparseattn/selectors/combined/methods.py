@@ -66,6 +66,17 @@ METHODS = {
         scans="every key in an anchor; nothing elsewhere",
         needs="a calibration, or anchors by number; the layers of a model",
     ),
+    "indexcache": MethodRow(
+        "combined.indexcache:IndexCache",
+        "2603.12201",
+        reads="in full layers, what another method chooses; in shared layers the same tokens",
+        faithful="patterns of full and shared layers, the nearest full layer before, a greedy search by the model's "
+        "loss (`training.shared_layers`)",
+        departs="any method is shared, in a model that was not trained with an index; its training of one index for "
+        "several layers is left out; its search is by its abstract and code of others",
+        scans="every key in a full layer; nothing elsewhere",
+        needs="the layers of a model",
+    ),
     "lessismore": MethodRow(
         "combined.lessismore:LessIsMore",
         "2508.07101",

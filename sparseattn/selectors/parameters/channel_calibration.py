@@ -2,21 +2,23 @@
 
 Loki, https://arxiv.org/abs/2406.02542; Double Sparsity, https://arxiv.org/abs/2408.07092. Letters: H KV heads, G query
 heads per KV head, D head size, S subspaces of d channels, K centroids. Keys and queries are as attention sees them,
-after RoPE, but for "loki" the keys may be those before it.
+after RoPE, but for "loki" keys may be those before it, and for "a2ats" and "locret" they are.
 
 The file, format version 1 (any safetensors reader opens it):
 
     layers.{i}.{name}        float32, the parameters of layer i; for "loki" basis [H,D,D] (a column is a principal
                              direction, that of the largest variance first) and variance [H,D], for "doublesparsity"
                              importance [H,D], the mean of |q_i k_i|, for "querypq" centre [H,D], turn [H,D,D], back
-                             [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`, for "hata" directions
-                             [H,D,b], for "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r]
+                             [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`, for "a2ats" factor [H,D,D]
+                             and centroids [H,S,K,d], S = 1, see `window_codes`, for "hata" directions [H,D,b], for
+                             "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r], for "locret" keys and values
+                             [H,D,W], queries [H,G,D,W] and out [H,W], see `retaining_heads`
     layers.{i}.inv_freq      [R/2] f32, the frequencies of the layer's RoPE, where it is known
 
     metadata (strings, as safetensors requires):
     format    "sparseattn-calibration"
     version   "1"
-    method    "loki", "doublesparsity", "querypq", "hata" or "indexer"
+    method    "loki", "doublesparsity", "querypq", "a2ats", "hata", "indexer" or "locret"
     roped     "true": keys after RoPE; "false": before it
     ropes     JSON object: layer -> {"scaling", "interleaved"}
     meta      JSON object: model id, config hash, heads, group, size, prompts, tokens, versions
@@ -44,7 +46,7 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 
 FORMAT = "sparseattn-calibration"
 VERSION = "1"
-MAKE = "`sparseattn calibrate`, or `train` for querypq, hata and indexer, makes one"
+MAKE = "`sparseattn calibrate`, or `train` for querypq, a2ats, hata, indexer and locret, makes one"
 WHAT = f"a calibration ({MAKE})"
 CHUNK = 8192  # rows summed at a time
 
@@ -116,13 +118,16 @@ METHODS = {
     "loki": Statistic(("basis", "variance"), _key_moments, _principal, False),
     "doublesparsity": Statistic(("importance",), _products, _importance, True),
 }
+BEFORE = ("a2ats", "locret")  # of keys before RoPE in any case
 # Method -> its parameters and their sizes, by letters; all but H and D are the file's own.
 PARAMETERS = {
     "loki": {"basis": "HDD", "variance": "HD"},
     "doublesparsity": {"importance": "HD"},
     "querypq": {"centre": "HD", "turn": "HDD", "back": "HDD", "centroids": "HSKd"},
+    "a2ats": {"factor": "HDD", "centroids": "HSKd"},
     "hata": {"directions": "HDb"},
     "indexer": {"keys": "HDr", "queries": "HGDr", "low": "Hr", "step": "Hr"},
+    "locret": {"keys": "HDW", "queries": "HGDW", "values": "HDW", "out": "HW"},
 }
 
 
@@ -152,7 +157,7 @@ class Calibration:
     ) -> None:
         if method not in PARAMETERS:
             raise CalibrationError(f"a calibration is of one of {', '.join(PARAMETERS)}, got {method!r}")
-        if not roped and (method not in METHODS or METHODS[method].queries):
+        if not roped and method not in BEFORE and (method not in METHODS or METHODS[method].queries):
             raise CalibrationError(f"{method} takes keys and queries after RoPE, not before it")
         if not layers:
             raise CalibrationError("a calibration holds at least one layer")

@@ -7,8 +7,6 @@ variances, the parametric form of OPQ, https://doi.org/10.1109/TPAMI.2013.240.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -108,7 +106,7 @@ def half_moved_ahead(x: Tensor, at: Tensor, first: int, ahead: int, rope: Rope, 
     """
     moved, far = torch.rand(2, len(at), generator=draw).to(x.device)
     to = first + (far.square() * ahead).long()
-    return replace(rope, scaling=1.0).rotate(x, torch.where(moved < 0.5, to - at, 0))
+    return rope.turn(x, torch.where(moved < 0.5, to - at, 0))
 
 
 def codes_of(

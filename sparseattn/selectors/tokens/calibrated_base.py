@@ -29,7 +29,7 @@ class FromCalibration(Ranked):
 
     method: str  # in a calibration
     command = "calibrate"  # that makes one
-    late = ("_held",)
+    late: tuple[str, ...] = ("_held",)
     artefact: str
     roped: bool
 

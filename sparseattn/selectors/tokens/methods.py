@@ -79,6 +79,18 @@ METHODS = {
         builds="the queries' second moment, k-means, and each key's nearest centroids",
         needs="the prompt's queries, or a file; with `metric=keys` nothing",
     ),
+    "a2ats": MethodRow(
+        "tokens.a2ats:A2ATS",
+        "2502.12665",
+        reads="the tokens whose keys' centroids have the largest products with the query at a fixed distance",
+        faithful="windowed RoPE, codes of keys before RoPE in the metric of the queries, one codebook of a file",
+        departs="a query group votes for one list, where the authors' code reads the union of its heads' lists; "
+        "without a file, this prompt's codebook of 256 centroids",
+        scans="a byte or two of every row, and the codebook",
+        builds="each key's nearest centroid; without a file k-means, too",
+        needs="the model's RoPE; a file, or the prompt's queries",
+        runs="torch",
+    ),
     "hata": MethodRow(
         "tokens.hata:Hata",
         "2506.02572",
