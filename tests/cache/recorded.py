@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseattn import Hata
+from sparseattn import A2ATS, Hata
 from sparseattn.kernels import implementations
 
 aten = torch.ops.aten
@@ -141,12 +141,18 @@ def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_ties(patch: pytest.MonkeyPatch) -> None:
-    """Part hata's scores by fractions on its tables, the same at every step. They are whole numbers, and it leaves open
-    which of the rows with equal ones is read: torch finds them in an order that depends on how long the storage is."""
+    """Part hata's scores by fractions on its tables, the same at every step, and a2ats's by fractions of rows. Those
+    are whole numbers, these one centroid's, and it is left open which of the rows with equal ones is read: torch finds
+    them in an order that depends on how long the storage is."""
     tables, parts = Hata.tables, torch.rand(512, 16, generator=torch.Generator().manual_seed(0)) / 1000
+    logits = A2ATS.logits
 
     def parted(selector: Hata, query: Tensor) -> Tensor:
         found = tables(selector, query)
         return found + parts[: found.shape[-2]].to(found.device)
 
+    def parted_rows(selector: A2ATS, query: Tensor, valid: Tensor) -> Tensor:
+        return logits(selector, query, valid) + parts.flatten()[: valid.shape[1]].to(query.device)
+
     patch.setattr(Hata, "tables", parted)
+    patch.setattr(A2ATS, "logits", parted_rows)

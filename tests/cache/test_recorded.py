@@ -30,8 +30,6 @@ from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
 from sparseattn.kernels.quantized_keys import gpu_listed
 from sparseattn.kernels.topk import gpu as topk_gpu
-from sparseattn.selectors.tokens.a2ats import A2ATS
-from sparseattn.selectors.tokens.hata import Hata
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -87,24 +85,6 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
 
 def _kernel(names: tuple[str, ...]) -> str:
     return "triton" if "triton" in names else "torch"
-
-
-def break_ties(patch: pytest.MonkeyPatch) -> None:
-    """Part hata's scores by fractions on its tables, the same at every step, and a2ats's by fractions of rows. Those
-    are whole numbers, these one centroid's, and it is left open which of the rows with equal ones is read: torch finds
-    them in an order that depends on how long the storage is."""
-    tables, parts = Hata.tables, torch.rand(512, 16, generator=torch.Generator().manual_seed(0)) / 1000
-    logits = A2ATS.logits
-
-    def parted(selector: Hata, query: torch.Tensor) -> torch.Tensor:
-        found = tables(selector, query)
-        return found + parts[: found.shape[-2]]
-
-    def parted_rows(selector: A2ATS, query: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        return logits(selector, query, valid) + parts.flatten()[: valid.shape[1]]
-
-    patch.setattr(Hata, "tables", parted)
-    patch.setattr(A2ATS, "logits", parted_rows)
 
 
 # QueryBridge at its defaults is fixed at 2,048 lists of 256 keys, all of which a replay writes again.
