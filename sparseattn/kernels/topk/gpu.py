@@ -1,7 +1,8 @@
 """The best rows or pages by their scores in Triton: the least of the best scores is found bit by bit, in registers.
 
 torch's top-k runs one block of threads a list where a list has a few thousand scores, and over a dozen launches where
-it has more. Here a program holds up to `HELD` scores. Longer lists are cut into parts, and the best of their best taken.
+it has more. Here a program holds up to `HELD` scores. Longer lists are cut into parts, and the best of their best are
+taken.
 """
 
 # Kernels are compiled by Triton and take its types, for which Python has no annotations.
