@@ -54,7 +54,9 @@ class IVFADC(RowCodec):
 
     def check_size(self, size: int) -> None:
         if size % self.channels:
-            raise ValueError(f"{self} cuts heads into parts of {self.channels} channels, which {size} is no multiple of")
+            raise ValueError(
+                f"{self} cuts heads into parts of {self.channels} channels, which {size} is no multiple of"
+            )
 
     def encode(self, rows: NewRows) -> dict[str, Tensor]:
         keys = rows.unroped if self.rope else rows.keys.float()
