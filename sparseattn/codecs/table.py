@@ -84,7 +84,7 @@ CODECS = {
     "ivfadc": CodecRow(
         "ivfadc:IVFADC",
         "https://doi.org/10.1109/TPAMI.2010.57",
-        keeps="of keys and values the nearest of 16 centroids, and 4 bits for each 2 channels of the rest; keys before RoPE",
+        keeps="of a key before RoPE, and a value, the nearest of 16 centroids, and 4 bits for 2 channels of the rest",
         departs="centroids are the prompt's, a head each; rows are read back, not summed from tables",
     ),
 }

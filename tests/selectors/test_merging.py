@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -181,7 +182,7 @@ def test_kvmerger_joins_the_most_similar_neighbours(data: str) -> None:
     def rule(plain: Plain, t: int) -> None:
         for h in range(H):
             mine, keys, values = plain.held[h], plain.keys[h], plain.values[h]
-            near = [cosine(keys[a], keys[b]) for a, b in zip(mine, mine[1:], strict=False)]
+            near = [cosine(keys[a], keys[b]) for a, b in itertools.pairwise(mine)]
             least = sorted(near)[BUDGET - 1] if len(mine) > BUDGET else math.inf  # pairs as near as this are joined
             runs = [[mine[0]]]
             for row, similar in zip(mine[1:], near, strict=True):

@@ -19,7 +19,7 @@ from sparseattn.selectors.eviction.summed_base import Summed
 
 
 class D2O(ComparesHeads, Merging, Summed):
-    """Holds rows as H2O does, and merges one that it drops into that held whose key has the largest cosine with its own.
+    """Holds rows as H2O does, and merges one that it drops into the one held whose key has the largest cosine with it.
 
     It does so where that cosine is at least a threshold: the mean of these cosines at the first drop, and at later ones
     a mean that forgets. Each key and value becomes the mean of itself and of what is merged into it, times its cosine.

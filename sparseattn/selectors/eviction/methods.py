@@ -115,6 +115,7 @@ METHODS = {
         builds="all of the prompt's attention once more, in blocks",
         needs="the prompt's queries, the weights of each step",
         runs="torch",
+        section="d2o-kvmerger-elasticcache-and-cam",
     ),
     "kvmerger": MethodRow(
         "eviction.kvmerger:KVMerger",
@@ -126,6 +127,7 @@ METHODS = {
         builds="all of the prompt's attention once more, in blocks",
         needs="the prompt's queries",
         runs="torch",
+        section="d2o-kvmerger-elasticcache-and-cam",
     ),
     "elasticcache": MethodRow(
         "eviction.elasticcache:ElasticCache",
@@ -137,6 +139,7 @@ METHODS = {
         builds="all of the prompt's attention once more, in blocks",
         needs="the prompt's queries",
         runs="torch",
+        section="d2o-kvmerger-elasticcache-and-cam",
     ),
     "cam": MethodRow(
         "eviction.cam:CaM",
@@ -148,6 +151,7 @@ METHODS = {
         builds="nothing",
         needs="the weights of each step",
         runs="torch",
+        section="d2o-kvmerger-elasticcache-and-cam",
     ),
     "pyramidkv": MethodRow(
         "eviction.pyramidkv:PyramidKV",
