@@ -79,12 +79,13 @@ class Config(SimpleNamespace):
                  "hf_text_config": text, "disable_sliding_window": False, "max_model_len": 32768,
                  "get_total_num_hidden_layers": lambda: 4}  # fmt: skip
         cache = {"cache_dtype": "auto", "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "none"}
-        parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+        parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "pipeline_parallel_size": 1}
         parts = {"model_config": model, "cache_config": cache, "parallel_config": parallel}
         for part in parts.values():
             part.update({name: changed.pop(name) for name in list(changed) if name in part})
         given = {"additional_config": {"sparseattn": {**GIVEN, **changed.pop("settings", {})}},
-                 "kv_transfer_config": None, "speculative_config": None}  # fmt: skip
+                 "kv_transfer_config": None, "speculative_config": None,
+                 "device_config": SimpleNamespace(device_type="cpu")}  # fmt: skip
         super().__init__(**{**given, **{name: SimpleNamespace(**part) for name, part in parts.items()}, **changed})
 
 
@@ -118,8 +119,9 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
     ("changed", "said"),
     [
         ({"kv_transfer_config": "given"}, "start vLLM without --kv-transfer-config"),
-        ({"speculative_config": "given"}, "start vLLM without --speculative-config, or without sparseattn"),
-        ({"cache_dtype": "fp8_e4m3"}, "an FP8 cache is not served sparsely, got kv_cache_dtype fp8_e4m3"),
+        ({"speculative_config": SimpleNamespace(method="medusa")}, "drafts of the method 'medusa' come from layers"),
+        ({"cache_dtype": "fp8_e4m3"}, "start vLLM with kv_cache_dtype auto, got kv_cache_dtype fp8_e4m3"),
+        ({"pipeline_parallel_size": 2}, "without --pipeline-parallel-size, got 2"),
         ({"decode_context_parallel_size": 2}, "context parallelism splits a sequence over ranks"),
         ({"use_mla": True}, "this model's attention is MLA"),
         ({"runner_type": "pooling"}, "this model decodes nothing"),
