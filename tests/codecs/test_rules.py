@@ -188,7 +188,7 @@ def test_an_order_of_channels_helps_blocks_that_share_an_exponent() -> None:
         ("bfp:bits=2", "bits of a mantissa are 4 or 8, got 2"),
         ("bfp:block=4", "block is 8 to 128 channels that share an exponent, got 4"),
         ("kivi:width=2", "kivi has no argument 'width'; it takes bits, group"),
-        ("quest", "no row codec is called 'quest'; known are bfp, gear, kivi"),
+        ("quest", "no row codec is called 'quest'; known are bfp, gear, ivfadc, kivi"),
         ("torch:Tensor", "'torch:Tensor' is not a subclass of sparseattn.RowCodec"),
     ],
 )
