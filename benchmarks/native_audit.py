@@ -35,7 +35,6 @@ from sparseattn.models.sparse_cache import restore
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.baselines.native import NATIVE, Native
 from sparseattn.selectors.registry import make_selector
-from sparseattn.traces.trace import Trace
 from sparseattn.training import train_index
 from sparseattn.training.index_run import METHODS, IndexRecipe
 
@@ -144,9 +143,7 @@ def audited(family: str, tokens: int, last: int, steps: int, folder: Path) -> di
     layers, shares = native_overlap(trace)
     methods = [Native(), *map(make_selector, UNTRAINED), *trained(folder, steps)]
     results = [
-        one
-        for method in methods
-        for one in evaluate_budgets(trace, method, budgets(method), replay(layers, last))
+        one for method in methods for one in evaluate_budgets(trace, method, budgets(method), replay(layers, last))
     ]
     own = next(one for one in results if one.label == NATIVE and one.budget == ROWS)
     kl = divergences(model, ids, methods, last, layers)
