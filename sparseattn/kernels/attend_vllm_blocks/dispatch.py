@@ -32,3 +32,23 @@ def attend_blocks(
         impl: "torch" or "numba", see `implementations`.
     """
     ATTEND.pick(impl, query.device, query.dtype).attend(query, out, cache, pages, scores, count, scale)
+
+
+def attend_rows(
+    query: Tensor,
+    out: Tensor,
+    cache: BlockCache,
+    pages: StepPages,
+    ids: Tensor,
+    scale: float,
+    impl: str | None = None,
+) -> None:
+    """Write the attention of R tokens over single rows, and over the pages that they read in any case.
+
+    Args:
+        query, out, cache, scale, impl: see `attend_blocks`.
+        pages: entries to choose from, and pages that are read in any case, of 16 or 32 rows.
+        ids: `[R,Hs,S]` int32, the rows that each selection head reads, counted over the entries of `pages.table`; -1
+            for none. None stands twice in a list.
+    """
+    ATTEND.pick(impl, query.device, query.dtype).attend_rows(query, out, cache, pages, ids, scale)

@@ -27,3 +27,22 @@ def attend(
             own = slice(s * share, (s + 1) * share)
             weights = torch.softmax(query[token, own].to(wide) @ k[:rows].to(wide).mT * scale, -1)
             out[token, own] = (weights @ v[:rows].to(wide)).to(out.dtype)
+
+
+def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, ids: Tensor, scale: float) -> None:
+    """As `dispatch.attend_rows`."""
+    page, unit, heads, chosen = pages.page, pages.unit, cache.packed.shape[1], ids.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    share, each = query.shape[1] // chosen, chosen // heads
+    for r, token in enumerate(pages.tokens.tolist()):
+        always = pages.always[r][pages.always[r] >= 0].long()
+        near = [read(always, page).transpose(0, 1).flatten(1, 2) for read in (cache.keys, cache.values)]  # [H,rows,D]
+        count = near[0].shape[1] - page + int(pages.tails[r])
+        for s in range(chosen):
+            own = ids[r, s][ids[r, s] >= 0].long()
+            rows = pages.table[r].long()[own // unit] * unit + own % unit
+            far = [read(rows // 16, 16)[torch.arange(len(rows)), s // each, rows % 16] for read in (cache.keys, cache.values)]
+            k, v = (torch.cat([part, close[s // each, :count]]) for part, close in zip(far, near, strict=True))
+            heads_of = slice(s * share, (s + 1) * share)
+            weights = torch.softmax(query[token, heads_of].to(wide) @ k.to(wide).mT * scale, -1)
+            out[token, heads_of] = (weights @ v.to(wide)).to(out.dtype)
