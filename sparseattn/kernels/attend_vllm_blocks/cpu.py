@@ -110,11 +110,19 @@ def _part(paired, queries, blocks, form, pages_read, part, sums):
             _page_values(paired, (cache, value, block, rows[i]), weighed, (acc[first * size :], size, served))
 
 
+@njit
+def _best_within(scores, ids, most):
+    """The best `most` of a list, and behind them -1."""
+    ids[most:] = -1
+    best(scores, ids[:most])
+
+
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(queries, blocks, form, paired, tables, scores, ids, sums, outs):
+def _attend(queries, blocks, form, paired, tables, scores, limits, ids, sums, outs):
     """queries: flat, with the step from token to token, how many share a list, their size and the factor of logits;
     blocks: flat, with the steps of block and head, and how many KV heads there are; form: see `_part`; tables: always
-    `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; ids `[R*Hs,S]`, to be filled; sums: acc
+    `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`, pages
+    chosen of each token's lists; ids `[R*Hs,S]`, to be filled; sums: acc
     `[R*Hs,splits,share*D]`, peak and total `[..,share]`; outs: flat, with the step from token to token."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads), (out, out_step) = (
         queries,
@@ -126,10 +134,10 @@ def _attend(queries, blocks, form, paired, tables, scores, ids, sums, outs):
     chosen = lists // tokens.shape[0]
     if scores.size < FEW:
         for which in range(lists):
-            best(scores[which], ids[which])
+            _best_within(scores[which], ids[which], limits[which // chosen])
     else:
         for which in prange(lists):
-            best(scores[which], ids[which])
+            _best_within(scores[which], ids[which], limits[which // chosen])
     units = lists * splits
     for unit in prange(units):
         which, split = unit // splits, unit % splits
@@ -146,13 +154,14 @@ def _attend(queries, blocks, form, paired, tables, scores, ids, sums, outs):
 
 
 def attend(
-    query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, scores: Tensor, count: int, scale: float
+    query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, scores: Tensor, count: Any, scale: float
 ) -> None:
     """As `dispatch.attend_blocks`."""
     served, chosen, listed = scores.shape
     heads, size, page, packed = cache.packed.shape[1], cache.size, pages.page, cache.packed
     share, always = query.shape[1] // chosen, pages.always
-    lists, count = served * chosen, min(count, listed)
+    limits = np.minimum(np.broadcast_to(np.asarray(count, np.int64), served), listed).copy()
+    lists, count = served * chosen, int(limits.max(initial=0))
     rows = (count + always.shape[1]) * page
     with ONE_AT_A_TIME:
         threads = use_threads(4 * rows * lists * share * size, STEP)
@@ -165,6 +174,6 @@ def attend(
             (storage_of(packed), packed.stride(0), packed.stride(1), heads),
             (cache.block, page, pages.unit // page), cache.packing == "pairs",
             (always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
-            scores.numpy().reshape(lists, listed), ids, (acc, peak_total[0], peak_total[1]),
+            scores.numpy().reshape(lists, listed), limits, ids, (acc, peak_total[0], peak_total[1]),
             (storage_of(out), out.stride(0)),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention over single rows of a serving engine's cache, compiled by numba for the CPU: chosen rows are read where they
+"""Attention over single rows of a serving engine's cache, compiled by numba for the CPU: they are read where they
 lie in its blocks, those of a tile in one visit.
 
 A key's numbers lie apart, beside those of its neighbours (`cpu_products`): a line of memory that is read for one row
@@ -187,7 +187,7 @@ def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages,
         splits = max(1, min(-(-PARTS * threads // lists), most * tile // PART_ROWS))
         acc: Any = np.empty((lists, splits, share * size), np.float32)
         peak_total: Any = np.empty((2, lists, splits, share), np.float32)
-        listed = (
+        listed: Any = (
             np.zeros((lists, tiles), np.uint64), np.empty((lists, most), np.int64), np.empty((lists, most), np.uint64),
             np.empty(lists, np.int64),
         )  # fmt: skip

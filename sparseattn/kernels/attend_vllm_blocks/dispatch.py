@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
@@ -16,7 +18,7 @@ def attend_blocks(
     cache: BlockCache,
     pages: StepPages,
     scores: Tensor,
-    count: int,
+    count: Any,
     scale: float,
     impl: str | None = None,
 ) -> None:
@@ -27,7 +29,7 @@ def attend_blocks(
         cache: of the query's dtype.
         pages: which rows may be read.
         scores: `[R,Hs,E*unit/page]` float32 of the pages of `pages.table`, -inf for what must not be chosen.
-        count: pages chosen for each selection head.
+        count: pages chosen for each selection head: a number, or `[R]` of numpy, one for each token.
         scale: factor of the logits.
         impl: "torch" or "numba", see `implementations`.
     """
