@@ -85,7 +85,8 @@ class Config(SimpleNamespace):
         for part in parts.values():
             part.update({name: changed.pop(name) for name in list(changed) if name in part})
         given = {"additional_config": {"sparseattn": {**GIVEN, **changed.pop("settings", {})}},
-                 "kv_transfer_config": None, "speculative_config": None, "device_config": SimpleNamespace(device_type="cpu")}  # fmt: skip
+                 "kv_transfer_config": None, "speculative_config": None,
+                 "device_config": SimpleNamespace(device_type="cpu")}  # fmt: skip
         super().__init__(**{**given, **{name: SimpleNamespace(**part) for name, part in parts.items()}, **changed})
 
 
@@ -134,7 +135,10 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
         ({"settings": {"dense_layers": 4}}, r"with dense_layers 4 \(it has 4 of full attention\): start vLLM with"),
         ({"layer_types": ["sliding_attention"] * 4}, r"with dense_layers 2 \(it has 0 of full attention\)"),
         ({"layer_types": ["full_attention"] * 2}, r"with dense_layers 2 \(it has 2 of full attention\)"),
-        ({"settings": {"selector": "quest:page=8"}}, "pages are a multiple of 16 rows, got 8 from 'quest:page=8'"),
+        (
+            {"settings": {"selector": "quest:page=8"}},
+            "pages are a multiple of 16 rows, or single rows, got 8 from 'quest:page=8'",
+        ),
         ({"settings": {"selector": "lowbit:page=16"}, "block_size": 96}, "a --block-size that is a multiple of 64"),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sparseattn.kernels.implementations import Operation
@@ -20,4 +21,4 @@ def gather(store: Tensor, table: Tensor, impl: str | None = None) -> Tensor:
     Returns:
         `[B,H,M,E*unit]` uint8.
     """
-    return STORED.pick(impl, store.device, store.dtype).gather(store, table)
+    return STORED.pick(impl, store.device, torch.float32).gather(store, table)  # of bytes alone
