@@ -93,6 +93,6 @@ def test_rows_are_those_that_a_cache_of_the_same_keys_chooses(
     assert full.tokens == stock.tokens
     check_counts(full, full=True)
     check_counts(few, full=False)
-    assert few.tokens != stock.tokens, "what is left out matters to this model"
+    assert few.logprobs != stock.logprobs, "what is left out shows, though few rows may give the same tokens"
     assert max(checked) == BUDGET
     assert len(checked) == few.stats.sparse_steps * (HEADS if "each" not in text else 2 * HEADS)
