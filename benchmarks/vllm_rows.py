@@ -89,7 +89,7 @@ def by_cache(folder: str, ids: list[int], last: int, methods: list[tuple[str, in
     """The same by a `SparseCache` over transformers' model."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    from sparseattn import SparseCache
+    from sparseattn.models.sparse_cache import SparseCache
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt, answer = torch.tensor([ids[: len(ids) - last]]), ids[len(ids) - last :]
