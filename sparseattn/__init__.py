@@ -88,6 +88,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.mean import Mean as Mean
     from sparseattn.selectors.pages.quad import Quad as Quad
     from sparseattn.selectors.pages.quest import Quest as Quest
+    from sparseattn.selectors.pages.seer import Seer as Seer
     from sparseattn.selectors.pages.shadowkv import ShadowKV as ShadowKV
     from sparseattn.selectors.pages.skipsoftmax import SkipSoftmax as SkipSoftmax
     from sparseattn.selectors.pages.unique import Unique as Unique
@@ -97,6 +98,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.tokens.adamas import Adamas as Adamas
     from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
     from sparseattn.selectors.tokens.fier import Fier as Fier
+    from sparseattn.selectors.tokens.hashattention import HashAttention as HashAttention
     from sparseattn.selectors.tokens.hata import Hata as Hata
     from sparseattn.selectors.tokens.indexer import Indexer as Indexer
     from sparseattn.selectors.tokens.infinigen import InfiniGen as InfiniGen

@@ -53,6 +53,7 @@ BUCKETS = {
     "locret",
     "moments",
     "saap",
+    "seer",
 }  # of a model: of a file for it, its layers or its RoPE
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
 LEARN |= {"a2sf", "fastgen", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
