@@ -49,7 +49,7 @@ def by_engine(folder: str, ids: list[int], last: int, methods: list[tuple[str, i
             return False
 
         def new_req_logits_processor(self, params: Any) -> Any:
-            answer = (params.extra_args or {}).get("answer")
+            answer: Any = (params.extra_args or {}).get("answer")
 
             def force(output: list[int], logits: Tensor) -> Tensor:
                 SEEN.append(logits.float().clone())
