@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,6 @@ from sparseattn.models.attention_routing import Call, beyond_softmax
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe
 from sparseattn.models.exclusive import quiet
-from sparseattn.models.native_choice import passed
 from sparseattn.models.native_index import Kept, NativeIndex, native_index
 from sparseattn.models.transformers_classes import DynamicCache
 
@@ -69,13 +70,12 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
             calls = probe(model, original, ids)
             masked = {index for index, call in calls.items() if _masks(call, watch.tensors.get(index, ()))}
             ropes = {index: rope for index, call in calls.items() if (rope := _rope(model, call, watch)) is not None}
-            if any(passed(call.options) == "block_indices" for call in calls.values()):
-                ropes = {}  # such an index takes no positions without the rows before them, so that nobody can look
             if ropes:
                 # Beyond every length it was made for, a model whose frequencies follow the length applies others.
                 far = 2 * config.max_position_embeddings + torch.arange(TOKENS)
                 watch.outputs_too = False
-                probe(model, original, ids, position_ids=far[None].to(model.device))
+                with _choosing_as_before(calls.values()):
+                    probe(model, original, ids, position_ids=far[None].to(model.device))
                 ropes = {i: rope for i, rope in ropes.items() if _applied(rope, watch, i, far)}
     sharing = {index: [other for other in keys if keys[other] == keys[index]] for index in keys}
     described = {}
@@ -85,6 +85,31 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
         beyond = _beyond(call, sharing[i], index, i in masked)
         described[i] = _described(call, ropes.get(i), beyond, index)
     return described
+
+
+@contextlib.contextmanager
+def _choosing_as_before(calls: Iterable[Call]) -> Iterator[None]:
+    """Let indexes that choose blocks put out within the block of code what they put out in `calls`.
+
+    That of MiniMax-M3 numbers blocks by position, so that it takes no far position without the rows before it.
+    """
+    replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of an index, and its own `forward`, if any
+    for call in calls:
+        own, ids = getattr(call.module, "indexer", None), call.options.get("block_indices")
+        if own is not None and ids is not None:
+            held = vars(own)
+            replaced.append((held, {"forward": held["forward"]} if "forward" in held else {}))
+            held["forward"] = functools.partial(_put_out, ids)
+    try:
+        yield
+    finally:
+        for held, before in replaced:
+            del held["forward"]
+            held.update(before)
+
+
+def _put_out(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return ids
 
 
 def _masks(call: Call, given: Sequence[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ from torch import Tensor
 from sparseattn import Selection, attend
 from sparseattn.kernels.attend_latents import attend_latents
 from sparseattn.models.cache_argument import cache_argument
+from sparseattn.models.capture import capture
 from sparseattn.models.error_sensitivity import observe
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lossless import generate_lossless
 from sparseattn.models.native_choice import check_lists
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_cache import SparseCache, restore
+from sparseattn.training import train_index
+from sparseattn.training.index_run import IndexRecipe
 from tests.models.tiny import MODES, SMALL, generate, plain, same, small
 from tests.models.tiny_native import FAMILIES, RELEASE, densely, inputs, native
 
@@ -175,6 +179,22 @@ def test_a_selector_instead_of_the_index(family: str, mode: str, padding: int) -
     same(exhaustive, expected)
     torch.testing.assert_close(few[1][0], expected[1][0], rtol=0, atol=1e-4)  # of the prompt's last token
     assert not torch.allclose(few[1][1], expected[1][1], atol=1e-2)
+
+
+def test_an_index_trained_on_traces_of_the_model(tmp_path: Path) -> None:
+    """Its file says which RoPE the layers apply, and so must the model, whose index takes no far positions."""
+    model, given = native("minimax_m3_vl"), inputs()
+    text = torch.randint(3, 96, (1, 256), generator=torch.Generator().manual_seed(0))
+    capture(model, text, tmp_path / "trace.safetensors", layers=[1, 2])
+    train_index([tmp_path / "trace.safetensors"], tmp_path / "made.safetensors", IndexRecipe("indexer", steps=2))
+    made, chooser = f"indexer:artefact={tmp_path / 'made.safetensors'}", model.model.layers[1].self_attn.indexer
+    chooser.forward = wrapped = chooser.forward  # as where hooks of accelerate are in its place
+    with SparseCache(model, made, None, dense_layers=[0], **SMALL) as cache:
+        assert vars(chooser)["forward"] is wrapped
+        assert {layer.rope.rotated for layer in cache.prepared.layers.values() if layer.rope} == {8}
+        exhaustive = generate(model, cache, given, max_new_tokens=4)
+        assert "forward" not in vars(model.model.layers[2].self_attn.indexer)
+    same(exhaustive, generate(densely(model), plain(model), given, max_new_tokens=4))
 
 
 def test_a_prompt_once_for_many_selectors() -> None:
