@@ -50,7 +50,7 @@ EAGLE = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}
         ({"selector": "exact"}, {}, "another kind of index"),
         ({"budget": 15}, {}, "the budget is at least that, got 15"),
         ({"bugdet": 15}, {}, "has no setting 'bugdet'"),
-        ({"selector": "quest:page=8"}, {}, "pages are a multiple of 16 rows, got 8"),
+        ({"selector": "quest:page=8"}, {}, "pages are a multiple of 16 rows, or single rows, got 8"),
         ({"selector": "lowbit:page=16"}, {"block_size": 32}, "blocks of 32; start vLLM with a --block-size"),
         ({"selector": "quest:page=256", "budget": 256}, {}, "entries of 256 rows and this engine blocks of 128"),
         ({"dense_layers": 4}, {}, "no layer of this model would be sparse with dense_layers 4"),
