@@ -80,8 +80,9 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for query in queries:
             each = scores(query, low, high)
             for joined, opened in ways:
-                both = recall(each, scores(query, *levels[joined]), joined, opened, options.pages)
-                sums[joined, opened] = tuple(map(sum, zip(sums[joined, opened], both, strict=True)))
+                found, scored = recall(each, scores(query, *levels[joined]), joined, opened, options.pages)
+                before = sums[joined, opened]
+                sums[joined, opened] = before[0] + found, before[1] + scored
         for (joined, opened), of_all in sums.items():
             found, scored = (part / len(queries) for part in of_all)
             yield {"topic": topic, "joined": joined, "opened": opened, "recall": found, "scored": scored}

@@ -57,9 +57,13 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.combined.twostage import TwoStage as TwoStage
     from sparseattn.selectors.combined.vattention import VAttention as VAttention
     from sparseattn.selectors.eviction.a2sf import A2SF as A2SF
+    from sparseattn.selectors.eviction.cam import CaM as CaM
+    from sparseattn.selectors.eviction.d2o import D2O as D2O
+    from sparseattn.selectors.eviction.elasticcache import ElasticCache as ElasticCache
     from sparseattn.selectors.eviction.fastgen import FastGen as FastGen
     from sparseattn.selectors.eviction.h2o import H2O as H2O
     from sparseattn.selectors.eviction.keyformer import Keyformer as Keyformer
+    from sparseattn.selectors.eviction.kvmerger import KVMerger as KVMerger
     from sparseattn.selectors.eviction.locret import Locret as Locret
     from sparseattn.selectors.eviction.pyramidkv import PyramidKV as PyramidKV
     from sparseattn.selectors.eviction.scissorhands import Scissorhands as Scissorhands
@@ -84,6 +88,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.mean import Mean as Mean
     from sparseattn.selectors.pages.quad import Quad as Quad
     from sparseattn.selectors.pages.quest import Quest as Quest
+    from sparseattn.selectors.pages.seer import Seer as Seer
     from sparseattn.selectors.pages.shadowkv import ShadowKV as ShadowKV
     from sparseattn.selectors.pages.skipsoftmax import SkipSoftmax as SkipSoftmax
     from sparseattn.selectors.pages.unique import Unique as Unique
@@ -93,6 +98,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.tokens.adamas import Adamas as Adamas
     from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
     from sparseattn.selectors.tokens.fier import Fier as Fier
+    from sparseattn.selectors.tokens.hashattention import HashAttention as HashAttention
     from sparseattn.selectors.tokens.hata import Hata as Hata
     from sparseattn.selectors.tokens.indexer import Indexer as Indexer
     from sparseattn.selectors.tokens.infinigen import InfiniGen as InfiniGen

@@ -14,8 +14,10 @@ from scripts.evidence.frames import Record, Row
 from scripts.evidence.tables import matches
 from sparseattn.evaluation.attention_stats import Inspection
 from sparseattn.evaluation.by_head import Comparison, Reading
+from sparseattn.evaluation.intervals import wilson
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.result import Evaluation
+from sparseattn.evaluation.tasks.compared import FULL
 from sparseattn.reporting import plots
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots import panels
@@ -161,7 +163,40 @@ def field(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
     panels.save(figure, path)
 
 
+def protocols(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """A row a method, best first, with its score by each protocol and the interval of 95 %."""
+    scores: dict[str, dict[str, list[float]]] = {}
+    for row in rows[0]:
+        scores.setdefault(row["method"], {}).setdefault(row["protocol"], []).append(row["score"])
+    first = next(iter(scores[FULL]))
+    order = sorted(scores, key=lambda method: sum(scores[method][first]) / len(scores[method][first]))
+    figure, axes = panels.bare_grid(1, 1, (7.0, 0.9 + 0.34 * len(order)))
+    axis = axes.flat[0]
+    for number, protocol in enumerate(scores[FULL]):
+        known = [(at, scores[method][protocol]) for at, method in enumerate(order) if protocol in scores[method]]
+        at = [place + 0.2 * (1 - number) for place, _ in known]
+        look = {**style(number, protocol), "linestyle": "none"}
+        axis.plot([sum(of) / len(of) for _, of in known], at, **look)
+        for place, (_, of) in zip(at, known, strict=True):
+            axis.hlines(place, *wilson(of), color=look["color"], linewidth=1, alpha=0.7)
+    axis.set_yticks(range(len(order)), ["full attention" if method == FULL else method for method in order])
+    axis.set_xlim(-0.03, 1.03)
+    axis.xaxis.set_major_formatter(panels.SHARE)
+    axis.set_xlabel("prompts answered, with intervals of 95 %")
+    axis.grid(alpha=0.3)
+    axis.legend(title="protocol", fontsize=8, title_fontsize=8, loc="lower right")
+    one = rows[0][0]
+    panels.heading(figure, f"RULER: {one['model']}, {one['length']:,} tokens, {one_budget(rows[0])} rows by choice")
+    panels.save(figure, path)
+
+
+def one_budget(rows: Rows) -> int:
+    """Return the budget that all rows have that have one."""
+    (budget,) = {int(row["budget"]) for row in rows if row["budget"] is not None}
+    return budget
+
+
 DRAWN: dict[str, Callable[[Path, Sequence[Record], Sequence[Rows]], None]] = {
     one.__name__: one
-    for one in (accuracy, agreement, field, frontier, growth, inspected, layers, recall, scaling, steps)
+    for one in (accuracy, agreement, field, frontier, growth, inspected, layers, protocols, recall, scaling, steps)
 }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparseattn.serving.vllm.settings import Settings
 
 GROUPS = {  # of options, in help
-    "What is read": ("selector", "budget", "sink", "window", "plan", "trust", "dense_layers", "above"),
+    "What is read": ("selector", "budget", "sink", "window", "plan", "trust", "dense_layers", "above", "per_request"),
     "Where it listens": ("name", "host", "port", "drain"),
     "The engine": ("dtype", "max_model_len", "tensor_parallel_size", "kv_cache_gib", "on_mismatch"),
 }
@@ -78,6 +78,9 @@ class ServeOptions:
             help=f"What to do if vLLM's cache does not pass the self-test: {REFUSE} to start, or serve as {STOCK_VLLM}."
         ),
     ] = REFUSE
+    per_request: Annotated[
+        bool, typer.Option(help="Let a request ask for a budget of its own, or for dense decoding.")
+    ] = True
     name: Annotated[str | None, typer.Option(help="Model name for clients. Default: MODEL.")] = None
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000
@@ -155,7 +158,7 @@ class ServeOptions:
         else:
             names = ("selector", "budget", "sink", "window", "dense_layers")
             settings = parse({**{name: getattr(self, name) for name in names}, "above": self.dense_up_to})
-        settings = replace(settings, on_mismatch=self.on_mismatch)
+        settings = replace(settings, on_mismatch=self.on_mismatch, per_request=self.per_request)
         return replace(settings, modules=os.getcwd()) if self.modules else settings
 
     def server(self) -> ServedModel:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from sparseattn.training import CodesRecipe, Filters, IndexRecipe, Recipe, RetainingRecipe, WindowRecipe
 
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
-METHODS = SAAP, QUERYPQ, A2ATS, HATA, INDEXER, LOCRET = "saap", "querypq", "a2ats", "hata", "indexer", "locret"
-INDEXES = (HATA, INDEXER)
+SAAP, QUERYPQ, A2ATS, LOCRET = "saap", "querypq", "a2ats", "locret"
+INDEXES = HATA, HASHATTENTION, INDEXER, SEER = "hata", "hashattention", "indexer", "seer"
+METHODS = (SAAP, QUERYPQ, A2ATS, *INDEXES, LOCRET)
 ALL = ("method", "traces", "out", "layers", "seed", "device", "json")  # options of every method
 OWNERS = {  # of other options; those that are not here are of `SAAP`
     "sample": (SAAP, QUERYPQ, A2ATS),
@@ -46,8 +47,9 @@ class TrainOptions:
         str,
         typer.Option(
             help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks; "
-            f"{A2ATS}: metric and one codebook of keys before RoPE; {HATA}: directions of hash codes; {INDEXER}: maps "
-            f"to few dimensions; {LOCRET}: retaining heads.",
+            f"{A2ATS}: metric and one codebook of keys before RoPE; {HATA}: directions of hash codes; "
+            f"{HASHATTENTION}: networks of hash codes; {INDEXER}: maps to few dimensions; {SEER}: a gate of blocks; "
+            f"{LOCRET}: retaining heads.",
             autocompletion=completion.one_of(METHODS),
         ),
     ] = SAAP
@@ -82,7 +84,7 @@ class TrainOptions:
     steps: Annotated[
         int | None,
         typer.Option(
-            help=f"Largest number of training steps of the classifier (default: 2000), or for {HATA}, {INDEXER} "
+            help=f"Largest number of training steps of the classifier (default: 2000), or for {', '.join(INDEXES)} "
             f"and {LOCRET} of steps of each layer (default: 500)."
         ),
     ] = None
@@ -100,8 +102,8 @@ class TrainOptions:
     rate: Annotated[
         float | None,
         typer.Option(
-            help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} "
-            f"0.01, with --objective {HATA} 0.1, for {LOCRET} 0.0005."
+            help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} 0.01, "
+            f"with --objective {HATA} 0.1, for {HASHATTENTION} and {SEER} 0.003, for {LOCRET} 0.0005."
         ),
     ] = None
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
@@ -166,7 +168,8 @@ class TrainOptions:
     width: Annotated[
         int,
         typer.Option(
-            help=f"For {HATA}: bits of a code; for {INDEXER}: dimensions. Default: 32 or 8, four bytes a token."
+            help=f"For {HATA} and {HASHATTENTION}: bits of a code (default: 32); for {INDEXER}: dimensions "
+            f"(default: 8); for {SEER}: tokens of a block (default: 64)."
         ),
     ] = 0
     objective: Annotated[
@@ -238,7 +241,7 @@ class TrainOptions:
 
     @property
     def index_recipe(self) -> IndexRecipe:
-        """What decides a run of `HATA` or `INDEXER`."""
+        """What decides a run of one of `INDEXES`."""
         from sparseattn.training import IndexRecipe
 
         return IndexRecipe(self.method, self.width, self.objective, seed=self.seed, **self._given("steps", "rate"))

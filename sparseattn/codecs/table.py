@@ -81,5 +81,11 @@ CODECS = {
         departs="the probes are the prompt's newest queries alone; levels of a value are a head's; later rows are all "
         "salient",
     ),
+    "ivfadc": CodecRow(
+        "ivfadc:IVFADC",
+        "https://doi.org/10.1109/TPAMI.2010.57",
+        keeps="of a key before RoPE, and a value, the nearest of 16 centroids, and 4 bits for 2 channels of the rest",
+        departs="centroids are the prompt's, a head each; rows are read back, not summed from tables",
+    ),
 }
 NAMES = {BASE + codec.place: name for name, codec in CODECS.items()}  # class -> name

@@ -1,4 +1,4 @@
-"""Trains `hata` and `indexer` on traces, layer by layer, to a file that they read.
+"""Trains `hata`, `hashattention`, `indexer` and `seer` on traces, layer by layer, to a file that they read.
 
 Finished layers are kept in `OUT.partial` until the file is written.
 """
@@ -8,25 +8,40 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sparseattn.selectors.parameters.channel_calibration import Calibration
+from sparseattn.selectors.base import Selector
+from sparseattn.selectors.pages.seer import Seer
+from sparseattn.selectors.parameters.channel_calibration import BEFORE, Calibration
+from sparseattn.selectors.tokens.hashattention import HashAttention
 from sparseattn.selectors.tokens.hata import Hata
 from sparseattn.selectors.tokens.indexer import Indexer
+from sparseattn.training.block_gate import BlockGate
 from sparseattn.training.calibrate import output_file
 from sparseattn.training.layer_files import written_by_layer
-from sparseattn.training.learned_index import LEAST, HashByLabels, HashCodes, Index, LowDimensions, PromptLayer, fit
+from sparseattn.training.learned_index import (
+    LEAST,
+    HashByLabels,
+    HashCodes,
+    HashNetworks,
+    Index,
+    LowDimensions,
+    PromptLayer,
+    fit,
+)
 from sparseattn.training.partial import Partial
 from sparseattn.training.prompts import Prompts, load, open_all
 from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.devices import usable_device
 from sparseattn.utils.hashing import stream
 
-METHODS, OBJECTIVES = ("hata", "indexer"), ("attention", "hata")
+WIDTHS = {"hata": 32, "hashattention": 32, "indexer": 8, "seer": 64}  # of each method by default
+METHODS, OBJECTIVES = tuple(WIDTHS), ("attention", "hata")
 RATES = {"attention": 0.01, "hata": 0.1}  # by objective
+OWN_RATES = {"hashattention": 0.003, "seer": 0.003}  # of methods whose maps are large
 
 
 @dataclass(frozen=True)
@@ -34,11 +49,11 @@ class IndexRecipe:
     """Everything that decides the outcome, except the prompts.
 
     Args:
-        method: "hata" or "indexer".
-        width: bits of a hash code, or dimensions; 0: 32 bits or 8 dimensions, four bytes a key.
+        method: "hata", "hashattention", "indexer" or "seer".
+        width: bits of a hash code, dimensions, or for "seer" rows of a block; 0: 32 bits, 8 dimensions, 64 rows.
         objective: "attention": cross entropy of the attention from the scores; "hata": that method's own loss.
         steps: of each layer.
-        rate: highest learning rate; None: .01, and .1 with the objective "hata".
+        rate: highest learning rate; None: .01, .003 for "hashattention" and "seer", .1 with the objective "hata".
         seed: of the first maps, and of what steps draw.
 
     Raises:
@@ -53,8 +68,8 @@ class IndexRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise TrainingError(f"an index of {' or '.join(METHODS)} is learned so, got {self.method!r}")
+        if self.method not in WIDTHS:
+            raise TrainingError(f"an index of {', '.join(METHODS)} is learned so, got {self.method!r}")
         if self.objective not in OBJECTIVES or (self.objective == "hata" and self.method != "hata"):
             raise TrainingError(
                 f"the objective is attention, for the method hata also hata, got {self.objective!r} for {self.method}"
@@ -70,19 +85,34 @@ class IndexRecipe:
 
     @property
     def many(self) -> int:
-        """Bits or dimensions."""
-        return self.width or (32 if self.method == "hata" else 8)
+        """Bits, dimensions, or rows of a block."""
+        return self.width or WIDTHS[self.method]
 
-    def selector(self) -> Hata | Indexer:
+    @property
+    def highest(self) -> float:
+        """The highest learning rate."""
+        if self.rate is not None:
+            return self.rate
+        return OWN_RATES.get(self.method, RATES[self.objective])
+
+    def selector(self) -> Selector:
         """Return a selector of this width."""
-        return Hata(bits=self.many) if self.method == "hata" else Indexer(dimensions=self.many)
+        if self.method == "seer":
+            return Seer(page=self.many)
+        if self.method == "indexer":
+            return Indexer(dimensions=self.many)
+        return (Hata if self.method == "hata" else HashAttention)(bits=self.many)
 
     def index(self, layer: PromptLayer, number: int) -> Index:
         """Return what is fitted to a layer of this number, whose shapes are those of `layer`."""
         draws = stream(self.seed, "first maps", number)
         heads, size = layer.query.shape[0], layer.query.shape[3]
+        if self.method == "seer":
+            return BlockGate(layer, self.many)
         if self.method == "indexer":
             return LowDimensions(layer, self.many, draws)
+        if self.method == "hashattention":
+            return HashNetworks(layer, self.many, draws)
         return (HashByLabels if self.objective == "hata" else HashCodes)(heads, size, self.many, draws)
 
 
@@ -117,9 +147,17 @@ def train_index(
         ValueError: a device that torch cannot use here.
     """
     out, place = output_file(out), usable_device(device)
-    prompts = open_all(traces, layers, roped=True)
+    roped = recipe.method not in BEFORE
+    prompts = open_all(traces, layers, roped)
+    whole = replace(recipe, width=recipe.many)  # which the file says
     return written_by_layer(
-        recipe.method, prompts, recipe, out, lambda folder: _learn(prompts, recipe, folder, place, progress), "loss"
+        recipe.method,
+        prompts,
+        whole,
+        out,
+        lambda folder: _learn(prompts, whole, folder, place, progress),
+        "loss",
+        roped,
     )
 
 
@@ -157,8 +195,7 @@ def _layer(
     layers = layers_of(prompts, index, device)
     fitted = recipe.index(layers[0], index)
     fitted.parameters = {name: part.to(device) for name, part in fitted.parameters.items()}
-    rate = RATES[recipe.objective] if recipe.rate is None else recipe.rate
-    loss = fit(fitted, layers, recipe.steps, rate, (recipe.seed, "steps", index), step)
+    loss = fit(fitted, layers, recipe.steps, recipe.highest, (recipe.seed, "steps", index), step)
     return fitted.found(), loss
 
 
@@ -171,5 +208,5 @@ def layers_of(prompts: Prompts, index: int, device: torch.device) -> list[Prompt
         heads = range(prompts.shapes[index].heads)
         views = [view for _, view in load(prompts, prompt, index, heads, True, device)]
         keys, query = torch.stack([view.keys for view in views]), torch.stack([view.query for view in views])
-        found.append(PromptLayer(query, keys, views[0].scale))
+        found.append(PromptLayer(query, keys, views[0].scale, prompts.ropes.get(index), views[0].positions))
     return found

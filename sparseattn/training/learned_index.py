@@ -1,5 +1,5 @@
-"""Fits an index of keys to the attention of a model as it is: maps that `hata` and `indexer` code keys by, and the
-codebooks of `querypq` once more.
+"""Fits an index of keys to the attention of a model as it is: maps that `hata` and `indexer` code keys by, the networks
+of `hashattention`, and the codebooks of `querypq` once more. `block_gate` has the gate of `seer`.
 
 One loop serves all. A step draws queries of one prompt and keys before them, and lowers the cross entropy of the
 attention among these keys, from the scores that the codes give. What is rounded to codes passes its gradient on as if
@@ -14,10 +14,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseattn.core.rope import Rope
+from sparseattn.selectors.parameters.hash_networks import KEYS as KEY_PARTS
+from sparseattn.selectors.parameters.hash_networks import QUERIES as QUERY_PARTS
+from sparseattn.selectors.parameters.hash_networks import first_network, through
 from sparseattn.selectors.parameters.query_metric import as_coded
 from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.hashing import stream
@@ -36,11 +41,15 @@ class PromptLayer:
         query: `[H,G,Q,D]` of the prompt's last Q tokens, after RoPE.
         keys: `[H,T,D]` float32, after RoPE.
         scale: logits are `scale * q.k`.
+        rope: of the layer, for what takes keys before it; None: not known.
+        positions: `[T]` of the tokens, likewise.
     """
 
     query: Tensor
     keys: Tensor
     scale: float
+    rope: Rope | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,10 @@ class Index(ABC):
     """An index that is fitted: its parameters, and the scores that it gives."""
 
     parameters: dict[str, Tensor]
+
+    def draw(self, prompt: PromptLayer, draws: torch.Generator) -> Any:
+        """Return what `loss` takes."""
+        return draw(prompt, draws)
 
     @abstractmethod
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
@@ -101,7 +114,7 @@ def fit(
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, total_steps=steps, cycle_momentum=False)
         losses = []
         for number in range(steps):
-            loss = index.loss(draw(prompts[number % len(prompts)], stream(*seed, number)))
+            loss = index.loss(index.draw(prompts[number % len(prompts)], stream(*seed, number)))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -169,6 +182,26 @@ def _signs(x: Tensor) -> Tensor:
     """Signs, whose gradient fades where a number is far from both."""
     spread = x.detach().square().mean((-2, -1), keepdim=True).sqrt().clamp(min=1e-6)
     return rounded(x, torch.where(x > 0, 1.0, -1.0), 1 - torch.tanh(x.detach() / spread).square())
+
+
+class HashNetworks(Index):
+    """Signs of what networks make of keys and of each query head's queries, as `HashAttention` has them."""
+
+    def __init__(self, layer: PromptLayer, bits: int, draws: torch.Generator) -> None:
+        heads, group, _, size = layer.query.shape
+        self.parameters = first_network(KEY_PARTS, (heads,), size, bits, draws)
+        self.parameters |= first_network(QUERY_PARTS, (heads, group), size, bits, draws)
+        for name, seen in ((KEY_PARTS[0], layer.keys), (QUERY_PARTS[0], layer.query)):
+            self.parameters[name] /= float(seen.float().square().mean().sqrt())  # numbers of about 1 go in
+        self.parameters["factor"] = torch.full((heads,), math.log(8 / bits))
+
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        asked = _signs(through(query, [self.parameters[name] for name in QUERY_PARTS]))
+        kept = _signs(through(keys, [self.parameters[name] for name in KEY_PARTS]))
+        return asked @ kept[:, None].mT * self.parameters["factor"].exp()[:, None, None, None]
+
+    def found(self) -> dict[str, Tensor]:
+        return {name: part.detach() for name, part in self.parameters.items() if name != "factor"}
 
 
 class HashByLabels(HashCodes):

@@ -461,6 +461,7 @@ def test_a_bad_first_append_leaves_the_cache_usable() -> None:
         ("loki:before=True", "before=False"),
         ("a2ats", "such as querypq"),
         ("locret", "such as snapkv"),
+        ("seer", "such as mean"),
         ("infllm:distance=64,page=16", "distance=None"),
     ],
 )
@@ -472,7 +473,7 @@ def test_a_method_that_needs_the_layers_rope_is_refused_before_rows_are_stored(s
     assert cache.batch == 0
 
 
-NEEDS_A_MODEL = ("a2ats", "kascade", "kmeans", "locret", "moments", "saap")  # its RoPE, a file, or its layers
+NEEDS_A_MODEL = ("a2ats", "kascade", "kmeans", "locret", "moments", "saap", "seer")  # its RoPE, a file, or its layers
 
 
 @pytest.mark.parametrize("spec", [name for name in SELECTORS if name not in NEEDS_A_MODEL])

@@ -53,9 +53,11 @@ BUCKETS = {
     "locret",
     "moments",
     "saap",
+    "seer",
 }  # of a model: of a file for it, its layers or its RoPE
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
 LEARN |= {"a2sf", "fastgen", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
+LEARN |= {"d2o", "elasticcache", "kvmerger"}
 WIDE = {"infllm": 128, "infllm2": 64, "skipsoftmax": 128}  # rows that these read at a time
 
 

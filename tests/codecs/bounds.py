@@ -114,6 +114,21 @@ def last_places(codec: Any, rows: NewRows, kept: StoredCodes) -> tuple[Tensor, T
     return found[0], found[1]
 
 
+def nearest_words(codec: Any, rows: NewRows, kept: StoredCodes) -> tuple[Tensor, Tensor]:
+    """IVFADC: what the nearest of all centroids leaves, and of that the distance to the nearest word of each part."""
+    found = []
+    for side, part in (("key", rows.unroped if codec.rope else rows.keys), ("value", rows.values)):
+        whole = part.double()
+        centroids = kept.part(f"{side}_centroids").double()[:, :, 0, 0]  # [B,H,K,D]
+        which = torch.cdist(whole, centroids).argmin(-1, keepdim=True)
+        left = whole - centroids.gather(2, which.expand_as(whole))
+        words = kept.part(f"{side}_books").double()[:, :, 0]  # [B,H,S,K,d]
+        cut = left.unflatten(3, (-1, codec.channels)).transpose(2, 3)  # [B,H,S,n,d]
+        near = torch.cdist(cut, words).amin(-1).square().sum(2)
+        found.append(near * SLACK + whole.square().sum(-1) / 2**14)
+    return found[0], found[1]
+
+
 def half_steps_of_two_classes(codec: Any, rows: NewRows, kept: StoredCodes) -> tuple[Tensor, Tensor]:
     """ZipCache: half a step of a channel among the rows of its class, and of a value in units of its channels' roots;
     the class is decided by the attention received, over how many tokens see the row."""

@@ -50,6 +50,8 @@ CODEC_CASES = [
     CodecCase("bfp", bounds.last_places),
     CodecCase("bfp:bits=8,block=16", bounds.last_places),
     CodecCase("zipcache", bounds.half_steps_of_two_classes),
+    CodecCase("ivfadc", bounds.nearest_words),
+    CodecCase("ivfadc:channels=4,bits=8,rope=False", bounds.nearest_words),
     CodecCase("zipcache:high=8,low=4,share=0.2,score=sum", bounds.half_steps_of_two_classes),
 ]
 

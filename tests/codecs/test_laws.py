@@ -16,7 +16,10 @@ from tests.codecs.cases import CODEC_CASES, CodecCase, context, new_rows, read_a
 B, H, G, D = 2, 2, 3, 32
 EVERY = [pytest.param(case, id=case.spec) for case in CODEC_CASES]
 # In the fast run of laws about caches each codec once, with its defaults or next to them.
-FAST = ("kivi:bits=2,group=16", "rotatekv", "kvquant", "gear:group=32", "think", "lowrank:rank=8", "bfp", "zipcache")
+FAST = (
+    "kivi:bits=2,group=16", "rotatekv", "kvquant", "gear:group=32", "think", "lowrank:rank=8", "bfp", "zipcache",
+    "ivfadc",
+)  # fmt: skip
 CACHED = [
     pytest.param(case, id=case.spec, marks=[] if case.spec in FAST else [pytest.mark.slow]) for case in CODEC_CASES
 ]

@@ -116,6 +116,39 @@ def test_think_drops_the_channels_of_its_code() -> None:
     assert torch.equal(zero, torch.zeros_like(zero).scatter(2, dropped, True))
 
 
+def test_ivfadc_codes_as_faiss_does_with_the_same_centroids() -> None:
+    """faiss, IndexIVFPQ by residual: the same list and the same names of every row."""
+    faiss = pytest.importorskip("faiss")
+    codec: Any = make_codec("ivfadc:rope=False")
+    rows = new_rows(codec, rows=512)
+    kept = stored(codec, rows)
+    for side, given, found in zip(("key", "value"), (rows.keys, rows.values), read_all(kept), strict=True):
+        for b, h in ((0, 0), (1, 1)):
+            flat = faiss.IndexFlatL2(32)
+            flat.add(kept.part(f"{side}_centroids")[b, h, 0, 0].float().numpy())
+            index = faiss.IndexIVFPQ(flat, 32, 16, 16, 4)
+            faiss.copy_array_to_vector(kept.part(f"{side}_books")[b, h, 0].float().numpy().ravel(), index.pq.centroids)
+            index.is_trained = True
+            index.make_direct_map()
+            index.add(given[b, h].numpy())
+            equal = np.isclose(index.reconstruct_n(0, 512), found[b, h].numpy(), atol=1e-4).all(1)
+            assert equal.all()
+
+
+def test_ivfadc_keeps_more_of_rows_that_lie_in_groups() -> None:
+    """Centroids of whole rows are what it has beside product codes: where rows lie about 16 points, little is left."""
+    draw = torch.Generator().manual_seed(0)
+    points = 10 * torch.randn(2, 2, 16, 32, generator=draw)
+    which = torch.randint(16, (2, 2, 512), generator=draw)[..., None].expand(-1, -1, -1, 32)
+    rows = new_rows(make_codec("kivi"), rows=512)
+    near = NewRows(points.gather(2, which) + 0.1 * rows.keys, points.gather(2, which) + 0.1 * rows.values, rows.real)
+    off = [(mine - near.values).norm() for mine in (
+        read_all(stored(make_codec("ivfadc:rope=False"), near))[1],
+        read_all(stored(make_codec("kivi"), near))[1],
+    )]  # fmt: skip
+    assert float(off[0]) < 0.5 * float(off[1])
+
+
 def test_later_rows_lie_in_the_span_of_the_prompts_keys() -> None:
     codec = make_codec("lowrank:rank=8,rope=False")
     first, later = new_rows(codec), new_rows(codec, seed=1)
@@ -149,10 +182,13 @@ def test_an_order_of_channels_helps_blocks_that_share_an_exponent() -> None:
         ("gear:outliers=5", "outliers are 0 to 4 numbers at either end, got 5"),
         ("think:ratio=1.0", "ratio is of the channels that are dropped, 0 to below 1, got 1.0"),
         ("lowrank:rank=0", "rank is 1 or more directions, got 0"),
+        ("ivfadc:lists=64", "lists of ivfadc are 16 or 256, got 64"),
+        ("ivfadc:bits=2", "bits of ivfadc are 4 or 8, got 2"),
+        ("ivfadc:channels=0", "channels of a part are 1 or more, got 0"),
         ("bfp:bits=2", "bits of a mantissa are 4 or 8, got 2"),
         ("bfp:block=4", "block is 8 to 128 channels that share an exponent, got 4"),
         ("kivi:width=2", "kivi has no argument 'width'; it takes bits, group"),
-        ("quest", "no row codec is called 'quest'; known are bfp, gear, kivi"),
+        ("quest", "no row codec is called 'quest'; known are bfp, gear, ivfadc, kivi"),
         ("torch:Tensor", "'torch:Tensor' is not a subclass of sparseattn.RowCodec"),
     ],
 )
@@ -218,5 +254,5 @@ def test_the_table_and_the_page_have_every_codec() -> None:
         assert issubclass(method, RowCodec)
         assert str(method()) == name, "the defaults"
         line = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
-        assert f"arxiv.org/abs/{row.paper}" in line
+        assert (row.paper if "://" in row.paper else f"arxiv.org/abs/{row.paper}") in line
         assert f"| {row.read_by} |" in line

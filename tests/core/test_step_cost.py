@@ -17,7 +17,8 @@ B, H, G, N, D = 2, 2, 2, 700, 16
 SHAPE = Shape(B, H, G, D, torch.float32)
 BUDGET, SINK, WINDOW = 48, 4, 8
 NEAR = 0.3  # by which what is only expected may be off on these rows
-FAR = {"retrieval-query": 0.5, "tova": 0.8}  # a walk with few links; 12 rows are weighed that are not sealed, not one
+# A walk with few links; 12 rows are weighed that are not sealed, not one; balls of 16 channels leave rows out.
+FAR = {"retrieval-query": 0.5, "tova": 0.8, "louver": 0.5}
 ANEW = {"freekv", "h2o-decode"}  # what is expected of the second step is not what it does
 SILENT = {"estimate", "same-estimate", "twostage-estimate", "heaviest", "same-heaviest"}  # no scan: doubles
 METHODS = [case for case in CASES if not case.second and "buckets" not in case.name and case.name not in SILENT | ANEW]

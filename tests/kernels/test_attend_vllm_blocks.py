@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, StepPages
-from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_rows
 
 H, G = 2, 3
 
@@ -95,6 +95,52 @@ def test_attention_over_pages_is_attention_over_their_rows(
             expected = torch.softmax(asked @ flat[0][h, row].mT * 0.1, -1) @ flat[1][h, row]
             for out in outs:
                 torch.testing.assert_close(out[r, h * G : (h + 1) * G], expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packing", "tolerance"),
+    [
+        pytest.param(torch.float32, "columns", 1e-5, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "columns", 2e-3, marks=pytest.mark.slow),
+        (torch.bfloat16, "columns", 1.6e-2),
+        (torch.bfloat16, "pairs", 1.6e-2),
+    ],
+)
+@pytest.mark.parametrize(
+    ("size", "block", "tile", "unit", "count"), [(64, 128, 16, 16, 3), (128, 64, 32, 64, 37), (80, 48, 16, 48, 999)]
+)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_attention_over_single_rows_is_attention_over_them(
+    dtype: torch.dtype, packing: str, tolerance: float, size: int, block: int, tile: int, unit: int, count: int,
+    each: bool,
+) -> None:  # fmt: skip
+    """Rows that are clustered and rows that are scattered, for a KV head or for each of its query heads."""
+    made = case(dtype, size, block, tile, unit)
+    keys, values, chosen = made.pop("keys"), made.pop("values"), H * G if each else H
+    cache, scores = packed(keys, values, packing), torch.randn(2, chosen, 8 * unit)
+    scores[:, 0] += 3 * torch.sin(torch.arange(8 * unit) / 20)
+    scores[1, :, 5 * unit :] = -torch.inf
+    top = scores.topk(min(count, 8 * unit))
+    ids = torch.where(top.values.isneginf(), -1, top.indices).int()
+    pages = StepPages(tile, unit, *(made[name] for name in ("table", "always", "tails", "tokens")))
+    outs = []
+    for impl in ("torch", "numba"):
+        out = torch.full_like(made["query"], 7.0)
+        attend_rows(made["query"], out, cache, pages, ids, 0.1, impl=impl)
+        assert (out[[0, 2, 4]] == 7).all()  # other tokens are not ours
+        outs.append(out[made["tokens"]].float())
+    flat = [x.transpose(0, 1).flatten(1, 2).float() for x in (keys, values)]  # [H,rows,D]
+    for r, token in enumerate(made["tokens"].tolist()):
+        near = torch.cat([int(p) * tile + torch.arange(tile) for p in made["always"][r] if p >= 0])
+        near = near[: len(near) - tile + int(made["tails"][r])]
+        for q in range(H * G):
+            own = ids[r, q if each else q // G].long()
+            own = own[own >= 0]
+            rows = torch.cat([near, made["table"][r].long()[own // unit] * unit + own % unit])
+            asked = made["query"][token, q].float()
+            expected = torch.softmax(asked @ flat[0][q // G, rows].mT * 0.1, -1) @ flat[1][q // G, rows]
+            for out in outs:
+                torch.testing.assert_close(out[r, q], expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -474,7 +474,7 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
         (["--error", "200%"], "an error is a share above 0 and below 100 %"),
         (["--measure", "mse"], "an error is measured by one of kl, top, nll"),
         (["--context", "128m"], "--context takes a number of tokens such as 32768, 128k or 1M"),
-        (["--for", "vllm"], "'lowbit' cannot be served: it chooses single rows"),
+        (["--for", "vllm", "--selector", "lowbit:scales=8"], "'lowbit:scales=8' cannot be served: its 8-bit levels"),
         (["--for", "vllm", "--by", "head"], "leave out --by head"),
         (["--for", "vllm", "--budget", "1%"], "vLLM needs budgets in tokens, such as --budget 64,256, got 1%"),
         (["--plan", "plan"], "--plan must end in .json"),

@@ -177,7 +177,7 @@ def test_an_engine_serves_layers_that_differ() -> None:
         ({0: Role("window", 32)}, "layer 0: in vLLM a window has no budget"),
         ({0: Role("quest", "5%")}, "layer 0: in vLLM a budget is rows, got '5%' for quest"),
         ({0: "quest"}, "layer 0: in vLLM a budget is rows, got None for quest"),
-        ({0: Role("lowbit", 64)}, "layer 0: 'lowbit' cannot be served: it chooses single rows"),
+        ({0: Role("lowbit:scales=8", 64)}, "layer 0: 'lowbit:scales=8' cannot be served: its 8-bit levels"),
         ({0: Role("exact", 64)}, "layer 0: vLLM's cache is kept by page"),
         ({0: "dense"}, "every layer is dense, so that nothing would be sparse"),
     ],

@@ -128,7 +128,7 @@ def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("--method mas", "--method must be one of loki, doublesparsity, kascade, mass, got 'mas'"),
+        ("--method mas", "--method must be one of loki, doublesparsity, kascade, duo, mass, got 'mas'"),
         ("--method loki --selector quest", "--method mass needs --selector, and no other method takes it"),
         ("--method mass --selector quest --device cpu", "--method mass takes no --device"),
         ("--method mass --selector quest --before-rope", "--method mass takes no --before-rope"),

@@ -14,6 +14,7 @@ from sparseattn.selectors.abilities import ComparesHeads, FollowsLayers
 from tests.cases import CASES, Case, attention, missing
 
 PROMPT, STEPS, HEADS = 150, 4, 2
+READS_ALL = {"locret"}  # its network reads all heads of a token
 
 
 def outputs(case: Case, which: slice) -> Tensor:
@@ -37,8 +38,8 @@ def test_a_head_that_is_alone_gets_what_it_gets_beside_others(case: Case) -> Non
     if why := missing(case):
         pytest.skip(str(why))
     selector = case.make()
-    if selector.find(FollowsLayers):
-        with pytest.raises(ValueError, match="for all of its KV heads"):
+    if selector.find(FollowsLayers) or case.name in READS_ALL:
+        with pytest.raises(ValueError, match=r"for all of its KV heads|reads all 2 KV heads"):
             outputs(case, slice(0, 1))
         return
     together = outputs(case, slice(0, HEADS))

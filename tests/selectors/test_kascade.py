@@ -110,7 +110,7 @@ def test_the_command_writes_the_file_and_says_the_anchors(file: Path, tmp_path: 
     for wrong, sentence in (
         (["--before-rope"], "kascade takes keys and queries after RoPE"),
         (["--queries", "0"], "queries are 1 or more"),
-        (["--method", "loki", "--queries", "3"], "only --method kascade takes --queries"),
+        (["--method", "loki", "--queries", "3"], "only --method kascade and duo take --queries"),
         (["--layers", "2"], "holds layers 1, 4, 5, 6, not"),
     ):
         refused = CliRunner().invoke(app, [*line, *wrong])

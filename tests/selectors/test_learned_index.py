@@ -1,4 +1,4 @@
-"""Hata and Indexer: codes are what their files say, learning finds more than chance, and what is refused."""
+"""Hata, HashAttention, Indexer, Seer: codes are what files say, learning finds more than chance, what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparseattn import Hata, Indexer, KVCache, evaluate
+from sparseattn import HashAttention, Hata, Indexer, KVCache, Seer, evaluate
 from sparseattn.cli.app import app
 from sparseattn.core.context import LayerContext
 from sparseattn.selectors.parameters.channel_calibration import Calibration
@@ -85,7 +85,7 @@ def test_levels_and_signs_by_tables_are_products_with_what_codes_stand_for() -> 
     torch.testing.assert_close(by_code, query @ torch.where(x > 0, 1.0, -1.0).mT)
 
 
-@pytest.mark.parametrize(("method", "width"), [("hata", 16), ("indexer", 4)])
+@pytest.mark.parametrize(("method", "width"), [("hata", 16), ("hashattention", 16), ("indexer", 4)])
 def test_what_was_learned_on_other_prompts_finds_more_than_chance(
     traces: list[Path], tmp_path: Path, method: str, width: int
 ) -> None:
@@ -95,6 +95,7 @@ def test_what_was_learned_on_other_prompts_finds_more_than_chance(
     assert sorted(found.meta["loss"]) == ["0", "1"]
     maker = {
         "hata": lambda **more: Hata(bits=width, **more),
+        "hashattention": lambda **more: HashAttention(bits=width, **more),
         "indexer": lambda **more: Indexer(dimensions=width, **more),
     }
     trace, settings = Trace.open(traces[2]), {"last": 16, "window": 64, "seal": 1}
@@ -149,16 +150,18 @@ def test_labels_of_the_papers_loss_fall_from_20_to_1_over_the_best_tenth() -> No
     assert float(index.loss(drawn).detach()) < before
 
 
-@pytest.mark.parametrize("method", ["hata", "indexer"])
+@pytest.mark.parametrize("method", ["hata", "hashattention", "indexer"])
 def test_what_is_fitted_is_what_is_read(traces: list[Path], tmp_path: Path, method: str) -> None:
-    """Scores in training are those of the file's selector, up to what is the same for all rows, and hata's factor."""
+    """Scores in training are those of the file's selector, up to what is the same for all rows, and the factor
+    of hash codes."""
     file, recipe = tmp_path / "index.safetensors", IndexRecipe(method, 8, steps=20)
     train_index(traces[:1], file, recipe)
     shown = Trace.open(traces[0]).layer(1)
     layer = PromptLayer(shown.query.float(), shown.keys.float(), shown.scale)
     index = recipe.index(layer, 1)
-    fit(index, [layer], 20, 0.01, (0, "steps", 1))
-    selector = (Hata if method == "hata" else Indexer)(str(file)).for_layer(LayerContext(1, scale=shown.scale))
+    fit(index, [layer], 20, recipe.highest, (0, "steps", 1))
+    made = {"hata": Hata, "hashattention": HashAttention, "indexer": Indexer}[method]
+    selector = made(str(file)).for_layer(LayerContext(1, scale=shown.scale))
     cache = KVCache(selector, sink=0, window=0)
     cache.append(shown.keys[None].float(), shown.values[None].float())
     cache.seal()
@@ -166,7 +169,7 @@ def test_what_is_fitted_is_what_is_read(traces: list[Path], tmp_path: Path, meth
     found = selector.logits(query[None, :, :, 0], torch.ones(1, 500, dtype=torch.bool))[0]
     with torch.no_grad():
         wanted = index.scores(query, layer.keys)[:, :, 0]
-        if method == "hata":
+        if method != "indexer":
             wanted = wanted / (2 * index.parameters["factor"].exp()[:, None, None])
     torch.testing.assert_close(found - found[..., :1], wanted - wanted[..., :1], rtol=1e-3, atol=1e-3)
 
@@ -182,6 +185,87 @@ def test_the_papers_loss_learns_and_prompts_that_teach_nothing_are_refused(trace
         train_index(traces[:1], file, IndexRecipe("indexer", 4, steps=20, rate=1e30))
     with pytest.raises(TrainingError, match="a rate is above 0 and finite, got nan"):
         IndexRecipe("hata", rate=float("nan"))
+
+
+def test_a_code_of_hashattention_is_the_signs_of_two_networks() -> None:
+    """By one key and one query at a time, through three layers written out."""
+    draws = torch.Generator().manual_seed(0)
+    keys, query = torch.randn(1, 2, 20, SIZE, generator=draws), torch.randn(1, 2, 3, SIZE, generator=draws)
+    selector = HashAttention(bits=16, seed=5)
+    cache = KVCache(selector, sink=0, window=0)
+    cache.append(keys, keys)
+    cache.seal()
+
+    def bits(x: torch.Tensor, side: str, place: tuple[int, ...]) -> torch.Tensor:
+        for number in (1, 2, 3):
+            matrix, bias = (getattr(selector, f"{side}{number}{end}").data[place] for end in ("", "_bias"))
+            x = x @ matrix + bias
+            x = x / (1 + (-x).exp()) if number < 3 else x
+        return x > 0
+
+    found = selector.logits(query, torch.ones(1, 20, dtype=torch.bool))[0]
+    for h in range(2):
+        near = torch.tensor(
+            [
+                [-float((bits(q, "queries", (0, h, 0)) != bits(k, "keys", (0, h))).sum()) for k in keys[0, h]]
+                for q in query[0, h]
+            ]
+        )
+        torch.testing.assert_close(found[h] - found[h][:, :1], near - near[:, :1], rtol=0.0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def roped(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two prompts of one "model" of one layer with RoPE, whose keys are of the same clusters."""
+    folder, files = tmp_path_factory.mktemp("roped"), []
+    layer = synthetic(2000, 2, 2, SIZE, clusters=12, spread=0.1, rope=True, sinks=0, seed=3).layer(0)
+    for number in range(2):
+        part, known = slice(1000 * number, 1000 * (number + 1)), {"model": "toy", "config_hash": "c0"}
+        cut = type(layer)(
+            0, layer.query[:, :, part], layer.keys[:, part], layer.values[:, part], layer.scale, layer.rope
+        )
+        files.append(folder / f"{number}.safetensors")
+        known["tokens_sha256"] = f"prompt {number}"
+        Trace.build([cut], torch.arange(1000 * number, 1000 * (number + 1)), known, f"p{number}").save(files[-1])
+    return files
+
+
+def test_a_gate_key_is_of_a_blocks_keys_before_rope_and_lies_at_its_first_row(roped: list[Path]) -> None:
+    """The gate without a file, block by block."""
+    layer = Trace.open(roped[0]).layer(0)
+    rope, keys, query = layer.rope, layer.keys[:, :256].float(), layer.query[:, :, 300].float()
+    assert rope is not None
+    selector = Seer(page=16).for_layer(LayerContext(0, scale=layer.scale, rope=rope))
+    cache = KVCache(selector, sink=0, window=0)
+    cache.append(keys[None], keys[None])
+    cache.seal()
+    asked = rope.rotate(rope.unrotate(query, torch.tensor([255])).mean(1), torch.tensor([255]))
+    chosen = cache.select(query[None], 48)
+    for h in range(2):
+        scores = []
+        for start in range(0, 256, 16):
+            mean = rope.unrotate(keys[h, start : start + 16], torch.arange(start, start + 16)).mean(0, keepdim=True)
+            scores.append(float(rope.rotate(mean, torch.tensor([start]))[0] @ asked[h]))
+        best = sorted(torch.tensor(scores).topk(3).indices.tolist())
+        assert sorted(chosen.start[0, h].tolist()) == [16 * block for block in best]
+    assert chosen.scan_bytes.tolist() == [[16 * 2 * SIZE + 4 * 2 * SIZE * SIZE] * 2]
+
+
+def test_a_gate_learns_from_one_prompt_what_finds_more_in_another(roped: list[Path], tmp_path: Path) -> None:
+    file = tmp_path / "gate.safetensors"
+    found = train_index(roped[:1], file, IndexRecipe("seer", 16, steps=120, rate=0.01))
+    assert not found.roped
+    assert found.layers[0]["keys"].shape == (2, SIZE, 3, SIZE)
+    trace, settings = Trace.open(roped[1]), {"last": 32, "window": 64, "seal": 16}
+    learned, means = (
+        evaluate(trace, Seer(**more, page=16), 128, **settings).mean("recovered")
+        for more in ({"artefact": str(file)}, {})
+    )
+    assert learned > means + 0.02
+    with pytest.raises(ValueError, match="is of 16 rows a block, and page here is 32: give it a file of as many"):
+        evaluate(trace, Seer(str(file), page=32), 128, last=2)
+    with pytest.raises(ValueError, match="a prompt of 1000 tokens has no block of 4096 before its last"):
+        train_index(roped[:1], tmp_path / "none.safetensors", IndexRecipe("seer", 4096))
 
 
 def test_hata_says_nothing_of_masses() -> None:
@@ -202,7 +286,7 @@ def test_distilled_codes_agree_more_with_the_attention(traces: list[Path], tmp_p
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"method": "saap"}, "an index of hata or indexer is learned so, got 'saap'"),
+        ({"method": "saap"}, "an index of hata, hashattention, indexer, seer is learned so, got 'saap'"),
         ({"method": "indexer", "objective": "hata"}, "for the method hata also hata, got 'hata' for indexer"),
         ({"method": "hata", "width": 12}, "bits is a multiple of 8, or 0, got 12"),
         ({"method": "hata", "steps": 0}, "steps are 1 or more"),
@@ -234,4 +318,6 @@ def test_the_command_trains_and_says_what_it_made(traces: list[Path], tmp_path: 
     assert json.loads(said.stdout)["recipe"]["width"] == 16
     said = CliRunner().invoke(app, ["train", str(traces[0]), "--method", "saap", "--width", "8", "--out", str(file)])
     assert said.exit_code == 2
-    assert "--width needs --method hata or indexer, got --method saap" in " ".join(said.output.split())
+    assert "--width needs --method hata or hashattention or indexer or seer, got --method saap" in " ".join(
+        said.output.split()
+    )

@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], trained:
     with pytest.raises(CalibrationError, match=r"centroids of layer 0 are of S \* d = 16 channels, got 4 of 2"):
         Calibration("querypq", {0: {**layers[0], "centroids": layers[0]["centroids"][..., :2].contiguous()}})
     for options, message in (
-        (["--hidden", "3"], "--hidden needs --method saap, got --method querypq"),
+        (["--hidden", "3"], "--hidden needs --method saap or locret, got --method querypq"),
         (["--subspaces", "5"], "a divisor of the head size, here of 16, got 5"),
         (["--bits", "6"], "bits is one of 4, 8, got 6"),
         (["--sample", "0"], "sample and queries are 1 or more, got 0"),

@@ -128,6 +128,7 @@ def test_it_becomes_vllm_with_the_settings_of_the_plugin(
         "--shutdown-timeout": "20",
         "--max-model-len": "4096",
         "--kv-cache-memory-bytes": str(2**29),
+        "--middleware": "sparseattn.serving.vllm.middleware.PerRequest",
         "--seed": "1",
     }
     assert environment["ELSE"] == "kept"

@@ -40,8 +40,8 @@ class Dropping(Evicts, Quest):
         ({**GIVEN, "selector": "qest"}, r"no selector is called 'qest' \(did you mean 'quest'"),
         ({**GIVEN, "selector": "quest:pages=16"}, "pages"),
         ({**GIVEN, "selector": "exact"}, r"kept by page, and exact has another kind of index: serve quest"),
-        ({**GIVEN, "selector": "querypq"}, r"kept by page, and querypq has another kind of index: serve quest"),
-        ({**GIVEN, "selector": "lowbit"}, "'lowbit' cannot be served: it chooses single rows: give it pages"),
+        ({**GIVEN, "selector": "querypq"}, "'querypq' cannot be served: its codes are made for one prompt"),
+        ({**GIVEN, "per_request": 1}, "per_request is true or false, got 1"),
         ({**GIVEN, "selector": "quest:int8=True"}, "cannot be served: its 8-bit bounds have one step for a channel"),
         ({**GIVEN, "selector": "lowbit:page=16,scales=8"}, "cannot be served: its 8-bit levels are on a grid"),
         (
@@ -79,12 +79,14 @@ class Config(SimpleNamespace):
                  "hf_text_config": text, "disable_sliding_window": False, "max_model_len": 32768,
                  "get_total_num_hidden_layers": lambda: 4}  # fmt: skip
         cache = {"cache_dtype": "auto", "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "none"}
-        parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+        parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+                    "pipeline_parallel_size": 1, "tensor_parallel_size": 1}  # fmt: skip
         parts = {"model_config": model, "cache_config": cache, "parallel_config": parallel}
         for part in parts.values():
             part.update({name: changed.pop(name) for name in list(changed) if name in part})
         given = {"additional_config": {"sparseattn": {**GIVEN, **changed.pop("settings", {})}},
-                 "kv_transfer_config": None, "speculative_config": None}  # fmt: skip
+                 "kv_transfer_config": None, "speculative_config": None,
+                 "device_config": SimpleNamespace(device_type="cpu")}  # fmt: skip
         super().__init__(**{**given, **{name: SimpleNamespace(**part) for name, part in parts.items()}, **changed})
 
 
@@ -118,8 +120,13 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
     ("changed", "said"),
     [
         ({"kv_transfer_config": "given"}, "start vLLM without --kv-transfer-config"),
-        ({"speculative_config": "given"}, "start vLLM without --speculative-config, or without sparseattn"),
-        ({"cache_dtype": "fp8_e4m3"}, "an FP8 cache is not served sparsely, got kv_cache_dtype fp8_e4m3"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "drafts of the method 'eagle' come from layers"),
+        ({"cache_dtype": "fp8_e4m3"}, "with kv_cache_dtype auto, got kv_cache_dtype fp8_e4m3"),
+        ({"pipeline_parallel_size": 2}, "start it without --pipeline-parallel-size, got 2"),
+        (
+            {"settings": {"selector": "lowbit"}, "device_config": SimpleNamespace(device_type="cuda")},
+            "single rows are read on CPUs alone, and 'lowbit' chooses them",
+        ),
         ({"decode_context_parallel_size": 2}, "context parallelism splits a sequence over ranks"),
         ({"use_mla": True}, "this model's attention is MLA"),
         ({"runner_type": "pooling"}, "this model decodes nothing"),
@@ -128,7 +135,10 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
         ({"settings": {"dense_layers": 4}}, r"with dense_layers 4 \(it has 4 of full attention\): start vLLM with"),
         ({"layer_types": ["sliding_attention"] * 4}, r"with dense_layers 2 \(it has 0 of full attention\)"),
         ({"layer_types": ["full_attention"] * 2}, r"with dense_layers 2 \(it has 2 of full attention\)"),
-        ({"settings": {"selector": "quest:page=8"}}, "pages are a multiple of 16 rows, got 8 from 'quest:page=8'"),
+        (
+            {"settings": {"selector": "quest:page=8"}},
+            "pages are a multiple of 16 rows, or single rows, got 8 from 'quest:page=8'",
+        ),
         ({"settings": {"selector": "lowbit:page=16"}, "block_size": 96}, "a --block-size that is a multiple of 64"),
     ],
     ids=str,

@@ -10,14 +10,10 @@ there are.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
@@ -28,82 +24,18 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     _page_logits,
     _page_values,
 )
+from sparseattn.kernels.attend_vllm_blocks.cpu_rows import attend_rows as attend_rows
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import exponentials, join, peak_of
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, LOG2E, exp2, read, storage_of
+from sparseattn.kernels.numba_rows import LOG2E, read, storage_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, STEP, use_threads
-from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, WORD, every, larger, place_in, powers, splat
+from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.topk.cpu import best
 
 PART_ROWS = 256  # of a list for which a part of its own pays
 FEW = 1 << 14  # scores of which one thread finds the best in less time than it takes to wake another
 PARTS = 4  # parts in all for each thread, at least, where there are rows for them
-
-
-@intrinsic
-def _exponentials(typing, numbers, at, count, highest):
-    """Replaces `numbers[at:at + count]`, `count` a multiple of 16, by 2 to their distance from `highest`, which is
-    none of them above; returns the sum."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, count_, highest_ = arguments
-        total = cgutils.alloca_once(builder, FLOATS)
-        builder.store(every(FLOATS, 0.0), total)
-        peak = splat(builder, highest_, FLOATS)
-        none, lanes = ir.Constant(at_.type, 0), ir.Constant(at_.type, LANES)
-        with cgutils.for_range_slice(builder, none, count_, lanes, intp=at_.type) as (n, _):
-            to = place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS)
-            x = builder.load(to, align=4)
-            out = builder.fcmp_ordered("==", x, every(FLOATS, -math.inf))
-            x = powers(builder, builder.fsub(x, peak))
-            x = builder.select(out, every(FLOATS, 0.0), x)
-            builder.store(x, to, align=4)
-            builder.store(builder.fadd(x, builder.load(total)), total)
-        kind = ir.FunctionType(FLOAT, [FLOAT, FLOATS])
-        add = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
-        return builder.call(add, [ir.Constant(FLOAT, 0.0), builder.load(total)], fastmath=FAST)
-
-    return types.float32(numbers, types.intp, types.intp, types.float32), code
-
-
-@intrinsic
-def _peak(typing, numbers, at, count):
-    """The largest of `numbers[at:at + count]`, `count` a multiple of 16."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, count_ = arguments
-        top = cgutils.alloca_once(builder, FLOATS)
-        builder.store(every(FLOATS, -math.inf), top)
-        none, lanes = ir.Constant(at_.type, 0), ir.Constant(at_.type, LANES)
-        with cgutils.for_range_slice(builder, none, count_, lanes, intp=at_.type) as (n, _):
-            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
-            builder.store(larger(builder, x, builder.load(top)), top)
-        kind = ir.FunctionType(FLOAT, [FLOATS])
-        most = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v16f32")
-        return builder.call(most, [builder.load(top)])
-
-    return types.float32(numbers, types.intp, types.intp), code
-
-
-@intrinsic
-def _store(typing, array, place, number):
-    """`array[place] = number`, rounded to what the array holds: float32, or 16-bit floats as their bits."""
-
-    def code(context, builder, signature, arguments):
-        array_, place_, number_ = arguments
-        if array.dtype == types.uint16:
-            bits = builder.bitcast(number_, WORD)
-            odd = builder.and_(builder.lshr(bits, ir.Constant(WORD, 16)), ir.Constant(WORD, 1))
-            near = builder.add(bits, builder.add(odd, ir.Constant(WORD, 0x7FFF)))
-            is_nan = builder.fcmp_unordered("uno", number_, number_)
-            near = builder.select(is_nan, ir.Constant(WORD, 0x7FC00000), near)
-            number_ = builder.trunc(builder.lshr(near, ir.Constant(WORD, 16)), ir.IntType(16))
-        elif array.dtype == types.int16:
-            number_ = builder.bitcast(builder.fptrunc(number_, ir.HalfType()), ir.IntType(16))
-        builder.store(number_, place_in(context, builder, array, array_, place_))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.float32), code
 
 
 @njit  # not fastmath, under which `powers` may not be reordered
@@ -163,9 +95,9 @@ def _part(paired, queries, blocks, form, pages_read, part, sums):
                 for r in range(rows[i], page):
                     weights[k * wide + i * page + r] = -np.inf
         for k in range(served):
-            highest = _peak(weights, k * wide, wide)
+            highest = peak_of(weights, k * wide, wide)
             peak[first + k] = highest
-            total[first + k] = _exponentials(weights, k * wide, wide, highest)
+            total[first + k] = exponentials(weights, k * wide, wide, highest)
         for i in range(held):
             if i + 1 < held and first == 0:
                 at = places[i + 1] // in_block * block_step + base + block * size
@@ -178,11 +110,19 @@ def _part(paired, queries, blocks, form, pages_read, part, sums):
             _page_values(paired, (cache, value, block, rows[i]), weighed, (acc[first * size :], size, served))
 
 
+@njit
+def _best_within(scores, ids, most):
+    """The best `most` of a list, and behind them -1."""
+    ids[most:] = -1
+    best(scores, ids[:most])
+
+
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(queries, blocks, form, paired, tables, scores, ids, sums, outs):
+def _attend(queries, blocks, form, paired, tables, scores, limits, ids, sums, outs):
     """queries: flat, with the step from token to token, how many share a list, their size and the factor of logits;
     blocks: flat, with the steps of block and head, and how many KV heads there are; form: see `_part`; tables: always
-    `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; ids `[R*Hs,S]`, to be filled; sums: acc
+    `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`, pages
+    chosen of each token's lists; ids `[R*Hs,S]`, to be filled; sums: acc
     `[R*Hs,splits,share*D]`, peak and total `[..,share]`; outs: flat, with the step from token to token."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads), (out, out_step) = (
         queries,
@@ -194,10 +134,10 @@ def _attend(queries, blocks, form, paired, tables, scores, ids, sums, outs):
     chosen = lists // tokens.shape[0]
     if scores.size < FEW:
         for which in range(lists):
-            best(scores[which], ids[which])
+            _best_within(scores[which], ids[which], limits[which // chosen])
     else:
         for which in prange(lists):
-            best(scores[which], ids[which])
+            _best_within(scores[which], ids[which], limits[which // chosen])
     units = lists * splits
     for unit in prange(units):
         which, split = unit // splits, unit % splits
@@ -210,36 +150,18 @@ def _attend(queries, blocks, form, paired, tables, scores, ids, sums, outs):
     for which in range(lists):
         r, s = which // chosen, which % chosen
         for k in range(share):
-            _join(acc[which], peak[which], total[which], k, size, out, tokens[r] * out_step + (s * share + k) * size)
-
-
-@njit(fastmath=set(FAST))
-def _join(acc, peak, total, k, size, out, o):
-    """Joins the parts of query head k, acc `[splits,share*D]`, into `out[o:]`; 0 where there is no row."""
-    splits = acc.shape[0]
-    highest, whole = np.float32(-np.inf), np.float32(0)
-    for split in range(splits):
-        highest = max(highest, peak[split, k])
-    sums = np.zeros(size, np.float32)
-    for split in range(splits):
-        if total[split, k] != 0:
-            shrink = exp2(peak[split, k] - highest)
-            whole += total[split, k] * shrink
-            for d in range(size):
-                sums[d] += shrink * acc[split, k * size + d]
-    by = np.float32(1) / whole if whole != 0 else np.float32(0)
-    for d in range(size):
-        _store(out, o + d, sums[d] * by)
+            join(acc[which], peak[which], total[which], k, size, out, tokens[r] * out_step + (s * share + k) * size)
 
 
 def attend(
-    query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, scores: Tensor, count: int, scale: float
+    query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, scores: Tensor, count: Any, scale: float
 ) -> None:
     """As `dispatch.attend_blocks`."""
     served, chosen, listed = scores.shape
     heads, size, page, packed = cache.packed.shape[1], cache.size, pages.page, cache.packed
     share, always = query.shape[1] // chosen, pages.always
-    lists, count = served * chosen, min(count, listed)
+    limits = np.minimum(np.broadcast_to(np.asarray(count, np.int64), served), listed).copy()
+    lists, count = served * chosen, int(limits.max(initial=0))
     rows = (count + always.shape[1]) * page
     with ONE_AT_A_TIME:
         threads = use_threads(4 * rows * lists * share * size, STEP)
@@ -252,6 +174,6 @@ def attend(
             (storage_of(packed), packed.stride(0), packed.stride(1), heads),
             (cache.block, page, pages.unit // page), cache.packing == "pairs",
             (always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
-            scores.numpy().reshape(lists, listed), ids, (acc, peak_total[0], peak_total[1]),
+            scores.numpy().reshape(lists, listed), limits, ids, (acc, peak_total[0], peak_total[1]),
             (storage_of(out), out.stride(0)),
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
@@ -16,7 +18,7 @@ def attend_blocks(
     cache: BlockCache,
     pages: StepPages,
     scores: Tensor,
-    count: int,
+    count: Any,
     scale: float,
     impl: str | None = None,
 ) -> None:
@@ -27,8 +29,28 @@ def attend_blocks(
         cache: of the query's dtype.
         pages: which rows may be read.
         scores: `[R,Hs,E*unit/page]` float32 of the pages of `pages.table`, -inf for what must not be chosen.
-        count: pages chosen for each selection head.
+        count: pages chosen for each selection head: a number, or `[R]` of numpy, one for each token.
         scale: factor of the logits.
         impl: "torch" or "numba", see `implementations`.
     """
     ATTEND.pick(impl, query.device, query.dtype).attend(query, out, cache, pages, scores, count, scale)
+
+
+def attend_rows(
+    query: Tensor,
+    out: Tensor,
+    cache: BlockCache,
+    pages: StepPages,
+    ids: Tensor,
+    scale: float,
+    impl: str | None = None,
+) -> None:
+    """Write the attention of R tokens over single rows, and over the pages that they read in any case.
+
+    Args:
+        query, out, cache, scale, impl: see `attend_blocks`.
+        pages: entries to choose from, and pages that are read in any case, of 16 or 32 rows.
+        ids: `[R,Hs,S]` int32, the rows that each selection head reads, counted over the entries of `pages.table`; -1
+            for none. None stands twice in a list.
+    """
+    ATTEND.pick(impl, query.device, query.dtype).attend_rows(query, out, cache, pages, ids, scale)

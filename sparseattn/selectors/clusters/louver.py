@@ -23,6 +23,7 @@ from sparseattn.selectors.clusters.halved import halved
 
 THRESHOLDS = ("share", "max", "meanmax", "gap", "mass")
 SLACK = 1e-5  # of a norm, for each bound: float32 rounds a product of 128 channels by less
+SCORED = {True: 1.0, False: 0.6}  # share of the rows in clusters taken, by `ball`: measured, docs/lab/log/2026-11.md
 GAPS = 3  # the largest gaps of a sample, of which that at the highest score is the threshold
 
 
@@ -230,10 +231,11 @@ class Louver(WeighsNear, ReadsKeys, Selector):
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         (batch, heads, group, size), rows = query.shape, min(budget, sealed)
         clusters, drawn = math.ceil(sealed / self.rows), min(self.sample, sealed)
-        scored = rows + drawn
+        listed = SCORED[self.ball] * sealed
+        scored = listed + drawn
         read = group * (
             clusters * (2 * size + 4 * self.subspaces)
-            + 4 * self.subspaces * rows
+            + 4 * self.subspaces * listed
             + scored * size * self.bytes_of(query)
         )
         every = batch * heads * group
@@ -243,5 +245,5 @@ class Louver(WeighsNear, ReadsKeys, Selector):
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
         found = sealed, rows
-        expected = "only rows that reach the threshold are scored, as many as the budget allows"
+        expected = "balls reach nearly all rows of 64 channels, and means half of them, as measured"
         return self.ranked(query, Scan(clusters + scored, read), scoring, found, expected=expected)

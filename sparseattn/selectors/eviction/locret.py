@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
+from sparseattn.selectors.abilities import ComparesHeads
 from sparseattn.selectors.base import LayerContext, Rows
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.eviction.base import Evicting
@@ -18,7 +19,7 @@ RANDOM = "random"  # stands for weights that are not trained
 METHOD = "locret"
 
 
-class Locret(Evicting):
+class Locret(ComparesHeads, Evicting):
     """Holds the prompt's rows of the largest scores, which a trained network foresees of each token by itself.
 
     A network of one hidden layer reads the queries, keys and values of all heads of a token, before RoPE, and gives a

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch, Scan
-from sparseattn.kernels.topk.dispatch import best_pages
+from sparseattn.kernels.topk.dispatch import best_pages, best_rows
 from sparseattn.selectors.abilities import EstimatesMass, SharesScores
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
@@ -100,6 +100,17 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         place = table.long().clamp(min=0)
         own = {name: held[place].transpose(1, 2) for name, held in store.items()}
         return self.scores(query, own, table >= 0)
+
+    def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
+        """Return the `count` pages with the highest `scores_at`, counted over the table's entries.
+
+        Args:
+            query, store, table: see `scores_at`.
+
+        Returns:
+            `[B,Hs,S]` int32, -1 for none, S at most `count`.
+        """
+        return best_rows(self.scores_at(query, store, table), count)
 
     def page_logits(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         """What a page weighs for each query head, by the method's estimate: for budgets by mass (`weigh`).

@@ -96,6 +96,18 @@ METHODS = {
         builds="the mean of each chunk, and its cosine with each of its keys",
         runs="torch",
     ),
+    "seer": MethodRow(
+        "pages.seer:Seer",
+        "2506.08889",
+        reads="the blocks whose pooled keys have the largest products with the query, by learned maps",
+        faithful="keys before RoPE pooled by maximum, minimum and mean, one query of a group, RoPE of a block's start",
+        departs="fitted to the sum of a block's attention, not its maximum; a budget, no threshold; without a file the "
+        "maps are means",
+        scans="one vector per block, and the map of queries",
+        builds="the pooled keys of each block, and their map",
+        needs="a file, else means; the layer's RoPE",
+        runs="torch",
+    ),
     "skipsoftmax": MethodRow(
         "pages.skipsoftmax:SkipSoftmax",
         "BLASST, 2512.12087",

@@ -2,7 +2,7 @@
 
 Loki, https://arxiv.org/abs/2406.02542; Double Sparsity, https://arxiv.org/abs/2408.07092. Letters: H KV heads, G query
 heads per KV head, D head size, S subspaces of d channels, K centroids. Keys and queries are as attention sees them,
-after RoPE, but for "loki" keys may be those before it, and for "a2ats" and "locret" they are.
+after RoPE, but for "loki" keys may be those before it, and for "a2ats", "locret" and "seer" they are.
 
 The file, format version 1 (any safetensors reader opens it):
 
@@ -11,14 +11,16 @@ The file, format version 1 (any safetensors reader opens it):
                              importance [H,D], the mean of |q_i k_i|, for "querypq" centre [H,D], turn [H,D,D], back
                              [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`, for "a2ats" factor [H,D,D]
                              and centroids [H,S,K,d], S = 1, see `window_codes`, for "hata" directions [H,D,b], for
-                             "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r], for "locret" keys and values
-                             [H,D,W], queries [H,G,D,W] and out [H,W], see `retaining_heads`
+                             "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r], for "hashattention" what
+                             `hash_networks` names, for "seer" keys [H,D,3,D] and queries [H,G,D,D], see `block_gate`,
+                             for "locret" keys and values [H,D,W], queries [H,G,D,W] and out [H,W], see
+                             `retaining_heads`
     layers.{i}.inv_freq      [R/2] f32, the frequencies of the layer's RoPE, where it is known
 
     metadata (strings, as safetensors requires):
     format    "sparseattn-calibration"
     version   "1"
-    method    "loki", "doublesparsity", "querypq", "a2ats", "hata", "indexer" or "locret"
+    method    "loki", "doublesparsity", "querypq", "a2ats", "hata", "hashattention", "indexer", "seer" or "locret"
     roped     "true": keys after RoPE; "false": before it
     ropes     JSON object: layer -> {"scaling", "interleaved"}
     meta      JSON object: model id, config hash, heads, group, size, prompts, tokens, versions
@@ -46,7 +48,7 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 
 FORMAT = "sparseattn-calibration"
 VERSION = "1"
-MAKE = "`sparseattn calibrate`, or `train` for querypq, a2ats, hata, indexer and locret, makes one"
+MAKE = "`sparseattn calibrate`, or `train` for what is learned, makes one"
 WHAT = f"a calibration ({MAKE})"
 CHUNK = 8192  # rows summed at a time
 
@@ -118,7 +120,7 @@ METHODS = {
     "loki": Statistic(("basis", "variance"), _key_moments, _principal, False),
     "doublesparsity": Statistic(("importance",), _products, _importance, True),
 }
-BEFORE = ("a2ats", "locret")  # of keys before RoPE in any case
+BEFORE = ("a2ats", "locret", "seer")  # of keys before RoPE in any case
 # Method -> its parameters and their sizes, by letters; all but H and D are the file's own.
 PARAMETERS = {
     "loki": {"basis": "HDD", "variance": "HD"},
@@ -127,6 +129,21 @@ PARAMETERS = {
     "a2ats": {"factor": "HDD", "centroids": "HSKd"},
     "hata": {"directions": "HDb"},
     "indexer": {"keys": "HDr", "queries": "HGDr", "low": "Hr", "step": "Hr"},
+    "seer": {"keys": "HDcD", "queries": "HGDD"},
+    "hashattention": {
+        "keys1": "HDW",
+        "keys1_bias": "HW",
+        "keys2": "HWW",
+        "keys2_bias": "HW",
+        "keys3": "HWb",
+        "keys3_bias": "Hb",
+        "queries1": "HGDW",
+        "queries1_bias": "HGW",
+        "queries2": "HGWW",
+        "queries2_bias": "HGW",
+        "queries3": "HGWb",
+        "queries3_bias": "HGb",
+    },
     "locret": {"keys": "HDW", "queries": "HGDW", "values": "HDW", "out": "HW"},
 }
 

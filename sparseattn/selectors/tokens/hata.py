@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.selectors.abilities import EstimatesMass
-from sparseattn.selectors.parameters.learned_index import (
-    NIBBLE,
-    check_whole,
-    nibbles_of_signs,
-    sign_tables,
-    width_of,
-)
+from sparseattn.selectors.parameters.learned_index import check_whole, width_of
 from sparseattn.selectors.tokens.calibrated_base import PROMPT
-from sparseattn.selectors.tokens.learned_base import LearnedCodes
+from sparseattn.selectors.tokens.sign_base import SignCodes
 
-GROUPS, BITS = ("sum", "max", "each"), 128
+BITS = 128
 
 
-class Hata(LearnedCodes):
+class Hata(SignCodes):
     """Reads the rows whose hash codes differ from the query's in the fewest bits.
 
     A bit is the sign of a product of a key, or of a query, with a learned direction: one set for both, per KV head.
@@ -43,20 +35,9 @@ class Hata(LearnedCodes):
     method = "hata"
 
     def __init__(self, artefact: str = PROMPT, bits: int = 0, seed: int = 0, group: str = "sum") -> None:
-        if bits < 0 or bits % 8:
-            raise ValueError(f"bits is a multiple of 8, or 0, got {bits}")
-        if group not in GROUPS:
-            raise ValueError(f"group is one of {', '.join(GROUPS)}, got {group!r}")
-        self.bits = bits
         self.directions = RowBuffer(2)  # [B,H,D,bits] float32
-        super().__init__(artefact, seed, group)
+        super().__init__(artefact, bits, seed, group)
         self.width = bits or (BITS if artefact == PROMPT else width_of(self.calibration(), "directions"))
-
-    def has(self, ability: type) -> bool:
-        return super().has(ability) and ability is not EstimatesMass
-
-    def why_not_compared(self) -> str | None:
-        return None  # without a file its directions are drawn, the same everywhere
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
@@ -64,17 +45,14 @@ class Hata(LearnedCodes):
             held = self.calibration().holds(self.layer)["directions"].shape[2]
             check_whole(self, "bits", self.width, held, "bits here is")
 
-    def subspaces(self, size: int) -> int:
-        return self.width // NIBBLE
-
     def drawn(self, heads: int, size: int) -> dict[str, Tensor]:
         return {"directions": self.normal("directions", heads, size, self.width)}
 
-    def named(self, keys: Tensor) -> Tensor:
-        return nibbles_of_signs(keys @ self.directions.data)
+    def of_keys(self, keys: Tensor) -> Tensor:
+        return keys @ self.directions.data
 
-    def tables(self, query: Tensor) -> Tensor:
-        return sign_tables(torch.where(query @ self.directions.visible > 0, 0.5, -0.5))
+    def of_queries(self, query: Tensor) -> Tensor:
+        return query @ self.directions.visible
 
     def map_bytes(self, group: int, size: int) -> int:
         return 4 * size * self.width

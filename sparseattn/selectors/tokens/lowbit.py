@@ -115,8 +115,6 @@ class LowBit(RanksListed, PageSelector):
         return quantized_keys.scores_at(query, self._index(store), table, self.group, self.page)
 
     def why_not_shared(self) -> str | None:
-        if self.page == 1:
-            return "it chooses single rows: give it pages, such as lowbit:page=16"
         return "its 8-bit levels are on a grid of a whole sequence" if self.scales == 8 else None
 
     def why_not_compared(self) -> str | None:

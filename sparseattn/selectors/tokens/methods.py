@@ -91,6 +91,17 @@ METHODS = {
         needs="the model's RoPE; a file, or the prompt's queries",
         runs="torch",
     ),
+    "hashattention": MethodRow(
+        "tokens.hashattention:HashAttention",
+        "2412.14468",
+        reads="the tokens whose hash codes, made by networks, differ least from the query's",
+        faithful="networks of three layers for keys and for queries, 32 bits, Hamming distances",
+        departs="a code for each KV head and not for each query head; networks are fitted to the attention itself; "
+        "without a file their weights are random",
+        scans="a bit per output of every row, and the networks of queries",
+        builds="the signs of each key's outputs",
+        needs="a file, else random networks",
+    ),
     "hata": MethodRow(
         "tokens.hata:Hata",
         "2506.02572",

@@ -15,6 +15,7 @@ is not looked up but tried, by `self_test`.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from sparseattn.core.context import Heads
 
 __all__ = [
     "Attention",
@@ -109,6 +113,30 @@ def prefilling(common: CommonAttentionMetadata, count: int) -> Tensor | None:
     return None if common.is_prefilling is None else common.is_prefilling[:count]
 
 
+def runner_around(builder: Any) -> Any:
+    """The engine's object that runs steps, of a call that came from it; None: there is none, as in a test.
+
+    No builder is told of it, and nothing that a builder is given names the requests of a step.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if owner is not builder and hasattr(owner, "input_batch") and hasattr(owner, "requests"):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def extra_args(runner: Any, count: int) -> list[dict[str, Any] | None] | None:
+    """What each of a step's `count` requests was given as `extra_args` (`vllm_xargs`); None: it is no step of theirs,
+    such as one of random tokens."""
+    names = runner.input_batch.req_ids
+    if len(names) < count:
+        return None
+    sampling = (runner.requests[name].sampling_params for name in names[:count])
+    return [None if one is None else one.extra_args for one in sampling]
+
+
 def verified(vllm_config: Any) -> int:
     """New tokens that a request decodes in a step, at most: one, and those that a draft proposed."""
     draft = vllm_config.speculative_config
@@ -124,6 +152,16 @@ def is_of_draft(name: str, vllm_config: Any) -> bool:
 def layers_of(vllm_config: Any, names: list[str] | None = None) -> dict[str, Any]:
     """The attention layers of this process, by name."""
     return dict(get_layers_from_vllm_config(vllm_config, Attention, names))
+
+
+def heads_here(vllm_config: Any, count: int) -> Heads | None:
+    """Which of a layer's KV heads the `count` of this process are; None: all."""
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    if ranks == 1:
+        return None
+    first = get_tensor_model_parallel_rank() * total // ranks
+    return Heads(tuple(range(first, first + count)), total)
 
 
 def attended(

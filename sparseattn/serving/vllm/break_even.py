@@ -110,7 +110,7 @@ class Steps:
     def side(self, settings: Settings | None) -> tuple[Any, list[Any]]:
         """Return a builder and layers that serve by settings; None: as stock."""
         builder = copy.copy(self.builder)
-        builder.settings, builder.made = settings, np.zeros(0, np.bool_)
+        builder.settings, builder.made, builder.runner = settings, np.zeros(0, np.bool_), None
         impls = []
         for name in self.names:
             impl = copy.copy(self.builder.impls[name])

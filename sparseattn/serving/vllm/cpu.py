@@ -9,8 +9,10 @@ blocks and preempted requests alike, and short sequences pay nothing.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +26,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from sparseattn.core.context import Heads, LayerContext
 from sparseattn.kernels.attend_vllm_blocks import cpu_tables
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
-from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_rows
 from sparseattn.selectors.pages.base import PageSelector
-from sparseattn.serving.vllm import adapters, break_even, mismatch, self_test
+from sparseattn.serving.vllm import adapters, break_even, mismatch, per_request, self_test
 from sparseattn.serving.vllm.adapters import (
     Attention,
     CommonAttentionMetadata,
@@ -41,7 +44,8 @@ from sparseattn.serving.vllm.block_packing import packing_of, warm_up
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
-from sparseattn.serving.vllm.page_tables import PageZones
+from sparseattn.serving.vllm.page_tables import PageZones, near_page
+from sparseattn.serving.vllm.per_request import Asked, asked
 from sparseattn.serving.vllm.served_requests import ServedRequests
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, UNFIT, plan_layers
@@ -97,6 +101,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self.settings: Settings | None = None
         self.impls: dict[str, SparseCPUImpl] = {}
         self.sparse: list[SparseCPUImpl] = []
+        self.runner: Callable[[], Any] | None = lambda: None  # which runs the engine's steps; None: nobody does
         if (settings := settings_of(self.vllm_config)) is None:
             return
         self.layers = adapters.layers_of(self.vllm_config, self.layer_names)
@@ -143,21 +148,27 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
 
     def _share(self, settings: Settings | None, why: dict[str, str | None]) -> None:
         """Tells each layer what it is from now on."""
+        heads = None if settings is None else adapters.heads_here(self.vllm_config, self.num_kv_heads)
         for name, impl in self.impls.items():
-            impl.use(name, settings, why.get(name))
+            impl.use(name, settings, why.get(name), heads)
         self.sparse = [impl for impl in self.impls.values() if impl.sparse]
         self.settings = settings if self.sparse else None
 
     def _fit(self, settings: Settings) -> None:
         """Fits the tables and layers to the cache, and compiles what a step runs."""
         page, unit = settings.shape
-        self.zones = PageZones(page, unit, self.block, settings.sink, settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         layer = next(layer for layer in self.layers.values() if layer.impl in self.sparse)
         self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim)
+        near = near_page(page, unit, self.packing)
+        self.zones = PageZones(near, unit, self.block, settings.sink, settings.window)
         for impl in self.sparse:
             impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
-        warm_up(self.dtype, self.packing, self.num_heads, self.num_kv_heads, self.block, self.head_dim, self.zones)
+            impl.near = near
+        warm_up(
+            self.dtype, self.packing, self.num_heads, self.num_kv_heads, self.block, self.head_dim, self.zones,
+            single=page == 1,
+        )  # fmt: skip
         self.indexed = any(isinstance(impl.selector, PageSelector) for impl in self.sparse)
 
     def _say(self, settings: Settings, why: dict[str, str | None]) -> None:
@@ -228,7 +239,9 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
         within = adapters.prefilling(common, len(rows))
         prompts = None if within is None else within.numpy()
-        ours = sparse_tokens(starts, rows, prompts, settings.above, adapters.verified(self.vllm_config))
+        asks = self._asked(len(rows))
+        dense = None if asks is None else asks.dense
+        ours = sparse_tokens(starts, rows, prompts, settings.above, adapters.verified(self.vllm_config), dense)
         if ours is None:
             return None
         own, zone = ours.rows, self.zones
@@ -249,10 +262,38 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if not ours.every:
             fewer = torch.from_numpy(np.where(ours.whole, starts[1:] - starts[:-1], rows))
             rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=adapters.schedule(self, stock, fewer))
-        pages = (table >= 0).sum(1) * (zone.unit // zone.page)
+        choice = (table >= 0).sum(1) * zone.unit
         near = ((always >= 0).sum(1) - 1) * zone.page + tails
         tokens, table, always, tails = (torch.from_numpy(part) for part in (ours.tokens, table, always, tails))
-        return ServedRequests(tokens, len(own), ours.every, table, always, tails, rest, pages, near, int(own.sum()))
+        served = ServedRequests(tokens, len(own), ours.every, table, always, tails, rest, choice, near, own)
+        if asks is not None:
+            if (asks.budgets[ours.requests] >= 0).any():
+                served.budgets = asks.budgets[ours.requests]
+            self._tell(asks.tickets[ours.requests], served)
+        return served
+
+    def _asked(self, count: int) -> Asked | None:
+        """What the requests of a step ask; None: nothing."""
+        if self.runner is None or self.settings is None:
+            return None
+        if (runner := self.runner()) is None:
+            if (runner := adapters.runner_around(self)) is None:
+                self.runner = None  # not called by an engine
+                return None
+            self.runner = weakref.ref(runner)
+        arguments = adapters.extra_args(runner, count)
+        return None if arguments is None else asked(arguments, self.settings.shape[0], self.settings.per_request)
+
+    def _tell(self, tickets: Any, served: ServedRequests) -> None:
+        """Counts a step for those who asked with a ticket."""
+        if not tickets.any():
+            return
+        layers = collections.Counter((impl.page, impl.pages) for impl in self.sparse)
+        read = sum(count * served.read_each(page, pages) for (page, pages), count in layers.items())
+        counts = per_request.of_process()
+        for ticket, own_read, rows in zip(tickets.tolist(), read.tolist(), served.rows.tolist(), strict=True):
+            if ticket:
+                counts.add(ticket, 1, own_read, rows * len(self.sparse))
 
 
 class SparseCPUImpl(CPUAttentionBackendImpl):
@@ -265,15 +306,18 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.sparse = False
         self.counter: Counter | None = None
 
-    def use(self, name: str, settings: Settings | None, dense: str | None) -> None:
-        """See `SparseCPUBuilder.use`; `dense`: why it stays so, None where it is sparse from now on."""
+    def use(self, name: str, settings: Settings | None, dense: str | None, heads: Heads | None) -> None:
+        """See `SparseCPUBuilder.use`; `dense`: why it stays so, None where it is sparse from now on; `heads`: which of
+        the layer's it has, None for all."""
         self.store: Store | None = None
         self.packing = ""
         self.sparse = settings is not None and dense is None
         self.full = self.sparse or dense in (EARLY, PLANNED, UNFIT)
         self.counter, self.index = Counter.of_process(), extract_layer_index(name)
         if settings is not None and dense is None:
-            self.selector, self.pages = settings.make(self.index).for_layer(self.index), settings.pages(self.index)
+            context = LayerContext(self.index, heads=heads, scale=self.scale)
+            self.selector, self.pages = settings.make(self.index).for_layer(context), settings.pages(self.index)
+            self.single = isinstance(self.selector, PageSelector) and self.selector.page == 1
             self.page, self.unit = settings.shape
             self.on_mismatch = settings.on_mismatch
             self.looked = False  # whether the cache is known to be what the self-test's was like
@@ -315,14 +359,34 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         heads, size = self.num_kv_heads, self.head_size
         asked = query[: served.count] if served.in_order else query[served.tokens]
         grouped = asked.view(served.count, heads, -1, size)
+        pages = StepPages(self.near, self.unit, served.table, served.always, served.tails, served.tokens)
+        cache = BlockCache(kv_cache, self.packing)
         if self.store is None:
             scores = torch.empty(served.count, heads, 0)
+            attend_blocks(query, output, cache, pages, scores, self.pages, self.scale)
+        elif self.single:
+            ids = self._rows(grouped, served)
+            attend_rows(query, output, cache, pages, ids, self.scale)
         else:
             scores = self.store.scores(grouped, served.table)
-        pages = StepPages(self.page, self.unit, served.table, served.always, served.tails, served.tokens)
-        attend_blocks(query, output, BlockCache(kv_cache, self.packing), pages, scores, self.pages, self.scale)
-        self._count(served, kv_cache)
+            attend_blocks(query, output, cache, pages, scores, served.most(self.page, self.pages), self.scale)
+        self._count(served, kv_cache, grouped)
         return output
+
+    def _rows(self, grouped: Tensor, served: ServedRequests) -> Tensor:
+        """`[R,Hs,S]`: the rows that the requests choose, see `Store.best`; those of one budget together."""
+        assert self.store is not None
+        if served.budgets is None:
+            return self.store.best(grouped, served.table, self.pages)
+        most = served.most(1, self.pages)
+        parts = []
+        for budget in sorted({*most.tolist()}):
+            which = torch.from_numpy((most == budget).nonzero()[0])
+            parts.append((which, self.store.best(grouped[which], served.table[which], budget)))
+        ids = parts[0][1].new_full((served.count, *parts[-1][1].shape[1:]), -1)
+        for which, found in parts:
+            ids[which, :, : found.shape[2]] = found
+        return ids
 
     def _look(self, kv_cache: Tensor) -> None:
         """Compares the cache with the self-test's once it is there, which is later than the self-test."""
@@ -337,10 +401,12 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         why = f"a layer's cache is of shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}, not {own}"
         mismatch.met(self.on_mismatch, ValueError(why))
 
-    def _count(self, served: ServedRequests, kv_cache: Tensor) -> None:
+    def _count(self, served: ServedRequests, kv_cache: Tensor, asked: Tensor) -> None:
         heads, row = self.num_kv_heads, 2 * self.head_size * kv_cache.element_size()
         if self.entry is None:
             self.entry = entry_bytes(self.selector, heads, self.head_size, kv_cache.dtype)
+            once = self.selector.bytes_once(asked) if isinstance(self.selector, PageSelector) else 0
+            self.once = once * heads
         read, held = served.read(self.page, self.pages), served.held
         assert self.counter is not None
         self.counter.add(
@@ -348,7 +414,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             sparse_steps=served.count,
             rows_read=read,
             rows_held=held,
-            bytes_read=read * heads * row + served.entries(self.page, self.unit) * self.entry,
+            bytes_read=read * heads * row + served.entries(self.unit) * self.entry + served.count * self.once,
             bytes_held=held * heads * row,
         )
 

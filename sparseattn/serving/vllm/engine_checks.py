@@ -67,6 +67,11 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
+    if settings.shape[0] == 1 and vllm_config.device_config.device_type != "cpu":
+        raise ValueError(
+            f"single rows are read on CPUs alone, and {settings.called!r} chooses them: on CUDA serve pages, such as "
+            f"quest:page=16"
+        )
     _check_measured(vllm_config, settings)
     drafts = draft is not None and vllm_config.model_config is draft.draft_model_config
     if vllm_config.model_config is not None and not drafts:  # None: no model is served by this configuration
@@ -131,8 +136,10 @@ def _check_model(vllm_config: Any, settings: Settings) -> None:
 def check_shape(settings: Settings, block: int) -> None:
     """ValueError where pages do not fit blocks, or registers."""
     page, unit = settings.shape
-    if page % 16:
-        raise ValueError(f"in vLLM, pages are a multiple of 16 rows, got {page} from {settings.called!r}")
+    if page != 1 and page % 16:
+        raise ValueError(
+            f"in vLLM, pages are a multiple of 16 rows, or single rows, got {page} from {settings.called!r}"
+        )
     if block % unit:
         raise ValueError(
             f"a block of the engine holds whole entries of the index: {settings.called!r} has entries of {unit} rows "

@@ -46,6 +46,10 @@ class Store:
         """`PageSelector.scores_at` of these entries."""
         return self.selector.scores_at(query, self.entries, table)
 
+    def best(self, query: Tensor, table: Tensor, count: int) -> Tensor:
+        """`PageSelector.best_at` of these entries."""
+        return self.selector.best_at(query, self.entries, table, count)
+
 
 def entry_bytes(selector: Selector, heads: int, size: int, dtype: torch.dtype) -> int:
     """Bytes of one entry of all heads; 0 for a method without any."""

@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 
 
+def near_page(page: int, unit: int, packing: str) -> int:
+    """Return the rows of a page of what every query reads: those of what a method chooses, or where it chooses single
+    rows as many as lie in one line of memory (`attend_vllm_blocks.cpu_products`)."""
+    if page > 1:
+        return page
+    return 32 if packing == "columns" and unit % 32 == 0 else 16
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PageZones:
     """How the rows of sequences of any length lie: `sink | entries to choose from | recent`, in whole entries.
 
     Args:
-        page: rows of a page.
+        page: rows of a page that every query reads; pages to choose from have as many, or one.
         unit: rows of an entry of the index, a multiple of the page; a block of the engine holds whole entries.
         block: rows of a block.
         sink, window: first and last rows that every query reads.

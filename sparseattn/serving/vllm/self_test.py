@@ -65,7 +65,7 @@ class TestedLayer:
     def __init__(self, builder: Any, name: str, rows: TestRows, pages: int | None) -> None:
         self.rows, self.layer = rows, builder.layers[name]
         self.builder, self.impl = copy.copy(builder), copy.copy(builder.impls[name])
-        self.builder.settings = None if pages is None else rows.settings
+        self.builder.settings, self.builder.runner = None if pages is None else rows.settings, None
         self.builder.zones, self.builder.made = rows.zones, np.zeros(0, np.bool_)
         self.impl.sparse, self.impl.looked = pages is not None, True
         self.impl.counter = self.counts = Counts()
@@ -102,26 +102,31 @@ class TestedLayer:
     def _named(self, step: TestStep, served: Any) -> list[Tensor]:
         """`[Hs,S]` for each new row, the rows that its queries read; -1 for none."""
         heads = self.rows.keys.shape[2]
-        places = None if served is None else self._places(served)
+        always = None if served is None else served.always.long()[:, None].expand(-1, heads, -1)
+        chosen = None if served is None else self._chosen(served)
         named: list[Tensor] = []
         sparse = {} if served is None else {int(token): r for r, token in enumerate(served.tokens)}
         for request, at in zip(step.requests, step.rows, strict=True):
             for row in at.tolist():
-                if places is not None and len(named) in sparse:
-                    named.append(self.rows.rows_at(request, places[sparse[len(named)]], row + 1))
+                if always is not None and len(named) in sparse:
+                    r = sparse[len(named)]
+                    found = self.rows.rows_at(request, always[r], row + 1, self.rows.zones.page)
+                    if chosen is not None:
+                        more = self.rows.rows_at(request, chosen[r], row + 1, self.impl.page)
+                        found = torch.cat([found.repeat_interleave(len(more) // heads, 0), more], 1)
+                    named.append(found)
                 else:
                     named.append(torch.arange(row + 1).expand(heads, -1))
         return named
 
-    def _places(self, served: Any) -> Tensor:
-        """`[R,Hs,S]`: pages that a step reads, as places; -1 for none."""
-        always = served.always.long()[:, None]
+    def _chosen(self, served: Any) -> Tensor | None:
+        """`[R,Hs,S]`: pages that a step chose, as places; -1 for none. None: it chooses nothing."""
         if self.ranked is None:
-            return always.expand(-1, self.rows.keys.shape[2], -1)
-        top = best(self.ranked.last, self.impl.pages)  # [R,Hs,S]
-        per = self.rows.zones.unit // self.rows.zones.page
+            return None
+        top = self.ranked.chosen(self.impl.pages)  # [R,Hs,S]
+        per = self.rows.zones.unit // self.impl.page
         entry = served.table.long()[:, None].expand(-1, top.shape[1], -1).gather(2, top.clamp(min=0) // per)
-        return torch.cat([torch.where(top < 0, -1, entry * per + top % per), always.expand(-1, top.shape[1], -1)], 2)
+        return torch.where(top < 0, -1, entry * per + top % per)
 
 
 class RankedIndex:
@@ -134,6 +139,7 @@ class RankedIndex:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.last = torch.empty(0)  # what the last step chose by
+        self.ids: Tensor | None = None  # or what it chose
 
     def update(self, places: Tensor, keys: Tensor) -> None:
         self.store.update(places, keys)
@@ -143,6 +149,14 @@ class RankedIndex:
         ranks = found.argsort(dim=-1, stable=True).argsort(-1).float()
         self.last = ranks.masked_fill(found.isneginf(), -torch.inf)
         return self.last
+
+    def best(self, query: Tensor, table: Tensor, count: int) -> Tensor:
+        self.ids = self.store.best(query, table, count).long()
+        return self.ids.int()
+
+    def chosen(self, count: int) -> Tensor:
+        """Return the pages that the last step chose, `[R,Hs,S]` int64."""
+        return best(self.last, count) if self.ids is None else self.ids
 
 
 class Counts:

@@ -59,7 +59,8 @@ class TestRows:
 
     def __init__(self, builder: Any, layer: Any, settings: Settings, lengths: list[int]) -> None:
         self.settings, self.lengths, self.layer, self.block = settings, lengths, layer, builder.block
-        self.zones = PageZones(*settings.shape, self.block, settings.sink, settings.window)
+        zones = builder.zones
+        self.zones = PageZones(zones.page, zones.unit, self.block, settings.sink, settings.window)
         draw = torch.Generator().manual_seed(0)
         heads, size, most = builder.num_kv_heads, builder.head_dim, max(lengths) + STEPS * self.CHUNK
 
@@ -112,9 +113,10 @@ class TestRows:
         out, _ = attend(query, keys, values, Selection.tokens(ids), scale=self.layer.impl.scale, impl="reference")
         return out.flatten(1, 2)
 
-    def rows_at(self, request: int, places: Tensor, count: int) -> Tensor:
-        """Return the rows of a sequence of `count` rows in the pages `places` `[Hs,S]`; -1 for none, `[Hs,S*page]`."""
-        per, page = self.block // self.zones.page, self.zones.page
+    def rows_at(self, request: int, places: Tensor, count: int, page: int) -> Tensor:
+        """Return the rows of a sequence of `count` rows in the pages `places` `[Hs,S]` of `page` rows; -1 for none,
+        `[Hs,S*page]`."""
+        per = self.block // page
         number = torch.full((len(self.cache),), -1)
         number[self.blocks[request].long()] = torch.arange(self.blocks.shape[1])
         block = number[places.clamp(min=0) // per]

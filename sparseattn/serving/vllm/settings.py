@@ -16,11 +16,13 @@ from sparseattn.selectors.abilities import Evicts, HasTail, Observes
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
+from sparseattn.selectors.tokens.querypq import QueryPQ
 from sparseattn.serving.vllm import defaults
 from sparseattn.serving.vllm.above import AUTO
 from sparseattn.serving.vllm.defaults import REFUSE, STOCK
+from sparseattn.serving.vllm.stored_codes import StoredCodes
 from sparseattn.utils import json_text
-from sparseattn.utils.json_fields import Either, Number, Object, Text
+from sparseattn.utils.json_fields import Either, Flag, Number, Object, Text
 from sparseattn.utils.suggest import did_you_mean
 
 KEY = "sparseattn"  # of vLLM's additional_config
@@ -37,6 +39,7 @@ FIELDS = Object(
         "above": Either((_ROWS, Text(among=(AUTO,))), f'is rows or "{AUTO}"'),
         "modules": Text(),
         "on_mismatch": Text(),
+        "per_request": Flag(),
     }
 )
 
@@ -57,6 +60,7 @@ class Settings:
         modules: folder, as a whole path, in which an engine looks for the module of a `module:Class` too, behind all
             folders of Python's; "": in none. Settings are what a user says, so that classes they name are imported.
         on_mismatch: what an engine does that is not as sparseattn knows it: "refuse" to start, or serve as "stock".
+        per_request: whether a request may ask for a budget of its own, or for dense decoding.
         measured: whether the engine is to measure `above` at its start, see `break_even.py`.
     """
 
@@ -69,6 +73,7 @@ class Settings:
     layers: Mapping[str, Any] | None = None
     modules: str = ""
     on_mismatch: str = REFUSE
+    per_request: bool = True
     measured: bool = False
 
     @classmethod
@@ -84,6 +89,7 @@ class Settings:
         """Return what `parse` makes them of."""
         unused = ["layers"] if self.layers is None else ["selector", "budget", "dense_layers"]
         unused += ["modules"] * (not self.modules) + ["on_mismatch"] * (self.on_mismatch == REFUSE) + ["measured"]
+        unused += ["per_request"] * self.per_request
         written = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
         return {**written, "above": AUTO} if self.measured else written
 
@@ -158,10 +164,14 @@ def servable(text: str) -> PageSelector | Window:
     made = make_selector(text)
     if isinstance(made, Window):
         return made
+    if isinstance(made, QueryPQ):
+        made = StoredCodes(made)
+        if why := made.why_not_shared():  # before what it would learn otherwise
+            raise ValueError(f"{text!r} cannot be served: {why}")
     if not isinstance(made, PageSelector):
         raise ValueError(
             f"vLLM's cache is kept by page, and {text} has another kind of index: serve "
-            f"quest, lowbit:page=16, window, or a PageSelector of your own"
+            f"quest, lowbit, querypq:artefact=FILE, window, or a PageSelector of your own"
         )
     if made.learns or made.find(Evicts):
         what = "learns from a prompt's queries" if made.learns else "drops rows"

@@ -35,7 +35,9 @@ class StepTokens:
         return bool(self.whole.all())
 
 
-def sparse_tokens(starts: Any, rows: Any, prefilling: Any | None, above: int, verified: int) -> StepTokens | None:
+def sparse_tokens(
+    starts: Any, rows: Any, prefilling: Any | None, above: int, verified: int, dense: Any | None = None
+) -> StepTokens | None:
     """Find them; None where there are none.
 
     Args:
@@ -45,12 +47,15 @@ def sparse_tokens(starts: Any, rows: Any, prefilling: Any | None, above: int, ve
             None: this engine does not say, and a request with several new tokens counts as a prompt.
         above: a token that may read so many rows or fewer stays dense.
         verified: new tokens that a request decodes in a step, at most.
+        dense: `[R]` bool, requests that ask for dense decoding; None: there are none.
     """
     new = starts[1:] - starts[:-1]
     most = verified if prefilling is not None else 1
     ours = (new >= 1) & (new <= most) & (rows > above)
     if prefilling is not None:
         ours &= ~prefilling
+    if dense is not None:
+        ours &= ~dense
     (which,) = ours.nonzero()
     if not len(which):
         return None

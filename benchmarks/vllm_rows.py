@@ -1,0 +1,140 @@
+"""How close single rows in vLLM are to full attention, beside pages and beside a `SparseCache` of the same method.
+
+``.venv-vllm/bin/python -m benchmarks.vllm_rows --artefact FILE --out FILE`` from the repository root; the file of codes
+comes from ``sparseattn train --method querypq``. A text's tokens are forced on the engine one by one, so that every
+method is asked for the same predictions; the prompt is dense in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import records
+from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.utils import children
+
+ZONES: dict[str, Any] = {"sink": 64, "window": 64, "dense_layers": 2}
+SEEN: list[Tensor] = []  # logits of the engine's steps
+
+
+def compared(found: list[Tensor], full: list[Tensor]) -> dict[str, float]:
+    """KL divergence and top-1 agreement of logits `[V]` with those of full attention, on average over steps."""
+    logs, whole = (torch.stack(part).log_softmax(-1) for part in (found, full))
+    kl = (whole.exp() * (whole - logs)).sum(-1)
+    return {"kl": float(kl.mean()), "top": float((logs.argmax(-1) == whole.argmax(-1)).float().mean())}
+
+
+def by_engine(folder: str, ids: list[int], last: int, methods: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    """What an engine's steps make of the last tokens, by each method and budget."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.update(children.environment({}))
+    from vllm import LLM, SamplingParams
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    from sparseattn.serving.vllm import cpu
+    from sparseattn.serving.vllm.counters import stats
+    from sparseattn.serving.vllm.settings import parse
+
+    class Forced(AdapterLogitsProcessor):
+        """Keeps a step's logits, and lets the given token follow."""
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            answer = (params.extra_args or {}).get("answer")
+
+            def force(output: list[int], logits: Tensor) -> Tensor:
+                SEEN.append(logits.float().clone())
+                return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor([answer[len(output)]]), 0.0)
+
+            return None if answer is None else force
+
+    def settings(selector: str, budget: int) -> Any:
+        return parse({**ZONES, "selector": selector, "budget": budget, "above": 256})
+
+    llm = LLM(
+        model=folder, dtype="float32", max_model_len=len(ids) + 8, kv_cache_memory_bytes=1 << 30, enforce_eager=True,
+        additional_config={"sparseattn": settings(*methods[0]).to_dict()}, logits_processors=[Forced],
+    )  # fmt: skip
+    options = SamplingParams(
+        temperature=0, max_tokens=last + 1, ignore_eos=True, extra_args={"answer": ids[len(ids) - last :] + ids[:1]}
+    )
+
+    def steps(chosen: Any) -> tuple[list[Tensor], Any]:
+        cpu.switch(chosen)
+        SEEN.clear()
+        before = stats()
+        llm.generate([{"prompt_token_ids": ids[: len(ids) - last]}], options, use_tqdm=False)
+        return list(SEEN[1:]), stats() - before  # the first is the prompt's
+
+    full, _ = steps(None)
+    found = []
+    for selector, budget in methods:
+        logits, ran = steps(settings(selector, budget))
+        rows = ran.rows_read / ran.sparse_steps
+        found.append({"selector": selector, "budget": budget, "rows": rows, **compared(logits, full)})
+        print("engine", found[-1], flush=True)
+    return found
+
+
+def by_cache(folder: str, ids: list[int], last: int, methods: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    """The same by a `SparseCache` over transformers' model."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from sparseattn.models.sparse_cache import SparseCache
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt, answer = torch.tensor([ids[: len(ids) - last]]), ids[len(ids) - last :]
+
+    @torch.no_grad()
+    def steps(cache: Any) -> list[Tensor]:
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+        return [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in answer]
+
+    full, found = steps(DynamicCache()), []
+    for selector, budget in methods:
+        with SparseCache(model, selector, budget, seal=64, **ZONES) as cache:
+            found.append({"selector": selector, "budget": budget, **compared(steps(cache), full)})
+        print("cache", found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--artefact", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=4096, help="of the text")
+    parser.add_argument("--last", type=int, default=32, help="of which so many are decoded")
+    parser.add_argument("--text", default="as-you-like-it")
+    parser.add_argument("--budgets", default="128,256,512", help="of the engine; the cache has the second")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    from sparseattn.models.load import folder_of
+    from sparseattn.traces.texts import read_named
+
+    folder = str(folder_of("smollm2"))
+    ids = AutoTokenizer.from_pretrained(folder).encode(read_named(given.text))[: given.tokens]
+    codes = f"querypq:artefact={given.artefact}"
+    budgets = [int(text) for text in given.budgets.split(",")]
+    every = [codes, "lowbit:bits=1", "lowbit:bits=1,page=16", "quest:page=32"]
+    engine = by_engine(folder, ids, given.last, [(one, budget) for one in every for budget in budgets])
+    cache = by_cache(folder, ids, given.last, [(one, budgets[1]) for one in every])
+    record = {
+        "model": "smollm2", "dtype": "float32", "text": given.text, "tokens": len(ids), "last": given.last, **ZONES,
+        "engine": engine, "cache": cache, "machine": machine(), "features": features(),
+        "threads": torch.get_num_threads(), "versions": versions(),
+    }  # fmt: skip
+    records.save(record, given.out)
+
+
+if __name__ == "__main__":
+    main()

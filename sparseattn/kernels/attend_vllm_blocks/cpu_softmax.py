@@ -1,0 +1,103 @@
+"""Softmax over packed logits, and the joining of a list's parts, in compiled code."""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_rows import FAST, exp2
+from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, WORD, every, larger, place_in, powers, splat
+
+
+@intrinsic
+def exponentials(typing, numbers, at, count, highest):
+    """Replaces `numbers[at:at + count]`, `count` a multiple of 16, by 2 to their distance from `highest`, which is
+    none of them above; returns the sum."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, count_, highest_ = arguments
+        total = cgutils.alloca_once(builder, FLOATS)
+        builder.store(every(FLOATS, 0.0), total)
+        peak = splat(builder, highest_, FLOATS)
+        none, lanes = ir.Constant(at_.type, 0), ir.Constant(at_.type, LANES)
+        with cgutils.for_range_slice(builder, none, count_, lanes, intp=at_.type) as (n, _):
+            to = place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS)
+            x = builder.load(to, align=4)
+            out = builder.fcmp_ordered("==", x, every(FLOATS, -math.inf))
+            x = powers(builder, builder.fsub(x, peak))
+            x = builder.select(out, every(FLOATS, 0.0), x)
+            builder.store(x, to, align=4)
+            builder.store(builder.fadd(x, builder.load(total)), total)
+        kind = ir.FunctionType(FLOAT, [FLOAT, FLOATS])
+        add = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
+        return builder.call(add, [ir.Constant(FLOAT, 0.0), builder.load(total)], fastmath=FAST)
+
+    return types.float32(numbers, types.intp, types.intp, types.float32), code
+
+
+@intrinsic
+def peak_of(typing, numbers, at, count):
+    """The largest of `numbers[at:at + count]`, `count` a multiple of 16."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, count_ = arguments
+        top = cgutils.alloca_once(builder, FLOATS)
+        builder.store(every(FLOATS, -math.inf), top)
+        none, lanes = ir.Constant(at_.type, 0), ir.Constant(at_.type, LANES)
+        with cgutils.for_range_slice(builder, none, count_, lanes, intp=at_.type) as (n, _):
+            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
+            builder.store(larger(builder, x, builder.load(top)), top)
+        kind = ir.FunctionType(FLOAT, [FLOATS])
+        most = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v16f32")
+        return builder.call(most, [builder.load(top)])
+
+    return types.float32(numbers, types.intp, types.intp), code
+
+
+@intrinsic
+def _store(typing, array, place, number):
+    """`array[place] = number`, rounded to what the array holds: float32, or 16-bit floats as their bits."""
+
+    def code(context, builder, signature, arguments):
+        array_, place_, number_ = arguments
+        if array.dtype == types.uint16:
+            bits = builder.bitcast(number_, WORD)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(WORD, 16)), ir.Constant(WORD, 1))
+            near = builder.add(bits, builder.add(odd, ir.Constant(WORD, 0x7FFF)))
+            is_nan = builder.fcmp_unordered("uno", number_, number_)
+            near = builder.select(is_nan, ir.Constant(WORD, 0x7FC00000), near)
+            number_ = builder.trunc(builder.lshr(near, ir.Constant(WORD, 16)), ir.IntType(16))
+        elif array.dtype == types.int16:
+            number_ = builder.bitcast(builder.fptrunc(number_, ir.HalfType()), ir.IntType(16))
+        builder.store(number_, place_in(context, builder, array, array_, place_))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), code
+
+
+@njit(fastmath=set(FAST))
+def join(acc, peak, total, k, size, out, o):
+    """Joins the parts of query head k, acc `[splits,share*D]`, into `out[o:]`; 0 where there is no row."""
+    splits = acc.shape[0]
+    highest, whole = np.float32(-np.inf), np.float32(0)
+    for split in range(splits):
+        highest = max(highest, peak[split, k])
+    sums = np.zeros(size, np.float32)
+    for split in range(splits):
+        if total[split, k] != 0:
+            shrink = exp2(peak[split, k] - highest)
+            whole += total[split, k] * shrink
+            for d in range(size):
+                sums[d] += shrink * acc[split, k * size + d]
+    by = np.float32(1) / whole if whole != 0 else np.float32(0)
+    for d in range(size):
+        _store(out, o + d, sums[d] * by)

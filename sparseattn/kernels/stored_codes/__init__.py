@@ -1,0 +1,1 @@
+"""Codes of sequences' rows, brought together from a store that sequences share."""

@@ -1,0 +1,169 @@
+"""A layer around vLLM's API: what a request asks of its decoding goes in, and what it read comes out in its `usage`.
+
+`sparseattn serve` puts it there; with vLLM's own command it is
+`--middleware sparseattn.serving.vllm.middleware.PerRequest`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from sparseattn.serving.vllm import per_request
+from sparseattn.serving.vllm.settings import Settings, configured
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+PATHS = ("/v1/completions", "/v1/chat/completions")
+XARGS = "vllm_xargs"
+
+
+class PerRequest:
+    """An ASGI application around vLLM's.
+
+    Args:
+        app: what it is around.
+    """
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self.app = app
+        first = time.time_ns() // 1_000_000 << 20 ^ os.getpid() % 1024 << 10  # apart from those of an earlier start
+        self._tickets = itertools.count(first % (1 << 53))
+        self._settings: list[Settings | None] = []
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
+            await self.app(scope, receive, send)
+            return
+        body, last = await _whole(receive)
+        if last is not None:  # the client went away
+            await self.app(scope, _replayed(body, receive, last), send)
+            return
+        settings = self._of(scope)
+        try:
+            given = json.loads(body)
+        except ValueError:  # vLLM says what is wrong
+            given = None
+        if settings is None or not isinstance(given, dict):
+            await self.app(scope, _replayed(body, receive), send)
+            return
+        asked: dict[str, int] = {}
+        if per_request.KEY in given:
+            try:
+                asked = per_request.checked(given.pop(per_request.KEY), settings.shape[0], settings.per_request)
+            except ValueError as error:
+                await _refused(send, str(error))
+                return
+        more = given.setdefault(XARGS, {})
+        if given[XARGS] is None:
+            given[XARGS] = more = {}
+        if not isinstance(more, dict):  # vLLM says what is wrong
+            await self.app(scope, _replayed(body, receive), send)
+            return
+        ticket = next(self._tickets)
+        given[XARGS] = {**more, **asked, per_request.TICKET: ticket}
+        body = json.dumps(given).encode()
+        headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+        await self.app(scope, _replayed(body, receive), _Reply(send, ticket))
+
+    def _of(self, scope: Message) -> Settings | None:
+        """The engine's settings; None: it is stock vLLM."""
+        if not self._settings:
+            config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+            self._settings.append(configured(getattr(config, "additional_config", None)))
+        return self._settings[0]
+
+
+class _Reply:
+    """Sends a reply on, with what its request read in its usage.
+
+    Args:
+        send: the server's.
+        ticket: of the request.
+    """
+
+    def __init__(self, send: Send, ticket: int) -> None:
+        self._send, self._ticket = send, ticket
+        self._start: Message | None = None
+        self._held: list[bytes] = []
+        self._streamed = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kinds = {name.lower(): value for name, value in message["headers"]}
+            self._streamed = not kinds.get(b"content-type", b"").startswith(b"application/json")
+            if self._streamed:
+                await self._send(message)
+            else:
+                self._start = message
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._streamed:
+            await self._send({**message, "body": self._event(message.get("body", b""))})
+        else:
+            self._held.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self._whole()
+
+    async def _whole(self) -> None:
+        assert self._start is not None
+        body = self._counted(b"".join(self._held))
+        headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
+        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _event(self, body: bytes) -> bytes:
+        """Events of a stream, of which vLLM sends whole ones; that with the usage is the last but `[DONE]`."""
+        if b'"usage":{' not in body:
+            return body
+        events = body.split(b"\n\n")
+        return b"\n\n".join(
+            b"data: " + self._counted(event[6:]) if event.startswith(b"data: {") else event for event in events
+        )
+
+    def _counted(self, text: bytes) -> bytes:
+        try:
+            said = json.loads(text)
+        except ValueError:
+            return text
+        if not isinstance(said, dict) or not isinstance(said.get("usage"), dict):
+            return text  # an error, or a stream's event without one
+        said["usage"][per_request.KEY] = per_request.said(self._ticket)
+        return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+async def _whole(receive: Receive) -> tuple[bytes, Message | None]:
+    """A request's body, and the message that came in place of its end, if one did."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts), message
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts), None
+
+
+def _replayed(body: bytes, receive: Receive, last: Message | None = None) -> Receive:
+    """What gives a body that was read already, and then what comes."""
+    coming: list[Message] = [{"type": "http.request", "body": body, "more_body": last is not None}]
+    coming += [] if last is None else [last]
+
+    async def receive_again() -> Message:
+        return coming.pop(0) if coming else await receive()
+
+    return receive_again
+
+
+async def _refused(send: Send, why: str) -> None:
+    said = {"error": {"message": why, "type": "BadRequestError", "param": per_request.KEY, "code": 400}}
+    body = json.dumps(said).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

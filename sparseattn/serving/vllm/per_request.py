@@ -1,0 +1,127 @@
+"""What a request of a server asks of its own decoding, and what it read: by vLLM's `extra_args` and a file.
+
+A client says `{"sparseattn": {"budget": 512}}` or `{"sparseattn": {"dense": true}}` in a request's body. The server's
+middleware (`middleware.py`) checks it and passes it on as `vllm_xargs`, which vLLM hands to the worker with the
+sampling parameters. It adds a ticket, by which it later finds what the worker counted for the request.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparseattn.serving.vllm import counters
+from sparseattn.utils.json_fields import Flag, Number, Object
+
+KEY = "sparseattn"  # of a request's body, and of what its usage says
+BUDGET, DENSE, TICKET = "sparseattn_budget", "sparseattn_dense", "sparseattn_ticket"  # names in `vllm_xargs`
+OWN = -1  # a budget: the server's
+_FIELDS = Object(more={"budget": Number(1, whole=True), "dense": Flag()}, closed=True)
+SLOTS = 1 << 14  # requests whose counts a file holds; a later one with the same place takes it
+SLOT = struct.Struct("=4q")  # ticket, tokens, rows read, rows held
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What the requests of a step ask.
+
+    Args:
+        budgets: `[R]` int64, rows; `OWN` where the server's holds.
+        dense: `[R]` bool, which are to be decoded densely.
+        tickets: `[R]` int64; 0 for none.
+    """
+
+    budgets: Any
+    dense: Any
+    tickets: Any
+
+
+def checked(given: Any, page: int, allowed: bool) -> dict[str, int]:
+    """Return what a request's body asks, as `vllm_xargs`.
+
+    Args:
+        given: the body's field.
+        page: the least budget.
+        allowed: whether requests may ask anything.
+
+    Raises:
+        ValueError: it asks something else, too little, or may ask nothing.
+    """
+    _FIELDS.check(given, f'"{KEY}"')
+    if not allowed:
+        raise ValueError(f'this server was started with --no-per-request: leave "{KEY}" out')
+    if "budget" in given and given.get("dense"):
+        raise ValueError(f'"{KEY}": a dense request reads every row: give budget or dense')
+    if given.get("budget", page) < page:
+        raise ValueError(f'"{KEY}": budget is {page} rows or more here, got {given["budget"]}')
+    if given.get("dense"):
+        return {DENSE: 1}
+    return {BUDGET: given["budget"]} if "budget" in given else {}
+
+
+def asked(arguments: Sequence[Mapping[str, Any] | None], page: int, allowed: bool) -> Asked | None:
+    """Return what requests ask by their `extra_args`; None where none asks anything.
+
+    What is no whole number, or below a page, is not followed: the middleware has refused it where there is one.
+    """
+    if not any(arguments):
+        return None
+    budgets, dense, tickets = [], [], []
+    for given in arguments:
+        own = given or {}
+        budget = own.get(BUDGET, OWN) if allowed else OWN
+        budgets.append(budget if type(budget) is int and budget >= page else OWN)
+        dense.append(allowed and own.get(DENSE) == 1)
+        ticket = own.get(TICKET, 0)
+        tickets.append(ticket if type(ticket) is int and 0 <= ticket < 1 << 62 else 0)
+    return Asked(np.array(budgets, np.int64), np.array(dense, np.bool_), np.array(tickets, np.int64))
+
+
+class RequestCounts:
+    """This process's counts by request."""
+
+    def __init__(self) -> None:
+        path = Path(os.environ[counters.FOLDER]) / f"{os.getpid()}.requests"
+        with path.open("r+b" if path.exists() else "w+b") as file:
+            file.truncate(SLOTS * SLOT.size)
+            self._held: Any = np.frombuffer(mmap.mmap(file.fileno(), SLOTS * SLOT.size), np.int64).reshape(SLOTS, 4)
+
+    def add(self, ticket: int, tokens: int, read: int, held: int) -> None:
+        """Add what a step of a request read, over all layers."""
+        own = self._held[ticket % SLOTS]
+        if own[0] != ticket:
+            own[:] = ticket, 0, 0, 0
+        own[1:] += tokens, read, held
+
+
+def of_process() -> RequestCounts:
+    """The counts of this process."""
+    global _own
+    if _own is None or _own[0] != os.getpid():
+        _own = os.getpid(), RequestCounts()
+    return _own[1]
+
+
+_own: tuple[int, RequestCounts] | None = None
+
+
+def said(ticket: int) -> dict[str, int]:
+    """Return what the request of a ticket read so far, in any process of the engine.
+
+    Processes that share layers (tensor parallelism) count the same, each for its heads: one of them says it.
+    """
+    found = (0, 0, 0)
+    for path in Path(os.environ.get(counters.FOLDER, os.devnull)).glob("*.requests"):
+        with path.open("rb") as file:
+            file.seek(ticket % SLOTS * SLOT.size)
+            numbers = file.read(SLOT.size)
+        if len(numbers) == SLOT.size and (own := SLOT.unpack(numbers))[0] == ticket:
+            found = max(found, own[1:])
+    return dict(zip(("sparse_tokens", "rows_read", "rows_held"), found, strict=True))

@@ -1,0 +1,30 @@
+"""Codes of sequences' rows, gathered from a shared store: torch's and numba's are those that lie there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparseattn.kernels.stored_codes.dispatch import gather
+
+
+@pytest.mark.parametrize("impl", ["torch", "numba"])
+def test_gathered_codes_are_those_of_the_tables_entries(impl: str) -> None:
+    if impl == "numba":
+        pytest.importorskip("numba")
+    heads, entries, count, unit = 3, 11, 4, 32
+    whole = torch.randint(0, 256, (heads, entries, count, unit), dtype=torch.uint8)
+    table = torch.tensor([[5, 0, 10], [7, 7, -1]], dtype=torch.int32)
+    found = gather(whole.transpose(0, 1), table, impl=impl)
+    assert found.shape == (2, heads, count, 3 * unit)
+    for b, e in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+        own = found[b, :, :, e * unit : (e + 1) * unit]
+        torch.testing.assert_close(own, whole[:, table[b, e]], rtol=0, atol=0)
+    assert gather(whole.transpose(0, 1), table[:, :0], impl=impl).shape == (2, heads, count, 0)
+
+
+def test_a_store_of_another_layout_is_refused() -> None:
+    pytest.importorskip("numba")
+    store = torch.zeros(4, 2, 32, 4, dtype=torch.uint8).transpose(2, 3)
+    with pytest.raises(ValueError, match="a head's bytes of an entry are adjacent"):
+        gather(store, torch.zeros(1, 1, dtype=torch.int32), impl="numba")
