@@ -71,8 +71,12 @@ def changed(layer: TraceLayer) -> dict[str, TraceLayer]:
     }
     if layer.rope is not None:
         by = torch.full((1,), FAR)
-        moved = {"keys": layer.rope.rotate(keys, by), "query": layer.rope.rotate(query, by)}
-        found["a million positions on"] = replace(layer, **moved, values=layer.values.float())
+        found["a million positions on"] = replace(
+            layer,
+            keys=layer.rope.rotate(keys, by),
+            query=layer.rope.rotate(query, by),
+            values=layer.values.float(),
+        )
     return found
 
 

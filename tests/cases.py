@@ -345,6 +345,11 @@ class Case:
         """Whether it is a further form of a method that another case has: it meets each law once, in the slow run."""
         return self.name in SECOND
 
+    @property
+    def by_turns(self) -> bool:
+        """Whether the fast run may have half of the laws that it meets, and the slow run the others."""
+        return self.name not in FEW and not self.second
+
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {

@@ -44,7 +44,10 @@ def pytest_runtestloop() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` skip, with the reason printed, where there is no CUDA device. Second forms of a method
-    (`cases.Case.second`) meet each law once, in the slow run."""
+    (`cases.Case.second`) meet each law once, in the slow run, and first forms half of the laws (`cases.FEW` all)."""
+    for item in items:
+        if getattr(_case(item), "by_turns", False) and zlib.crc32(item.nodeid.encode()) % 2:
+            item.add_marker("slow")
     second = [item for item in items if getattr(_case(item), "second", False)]
     twice = {id(item) for item in second if item.get_closest_marker("slow")}
     for item in second:

@@ -106,9 +106,9 @@ def zones_of(selector: Selector) -> PageZones:
     "selector",
     [
         Quest(16),
-        Quest(8, group="each"),
-        Quest(16, group="softmax"),
-        LowBit(2, rows=32, page=16),
+        pytest.param(Quest(8, group="each"), marks=pytest.mark.slow),
+        pytest.param(Quest(16, group="softmax"), marks=pytest.mark.slow),
+        pytest.param(LowBit(2, rows=32, page=16), marks=pytest.mark.slow),
         Window(),
     ],
     ids=repr,
