@@ -20,7 +20,8 @@ CODED: dict[str | None, str] = {"reference": "torch", "gather": "torch"}  # what
 def decode(
     query: Tensor, cache: KVCache, budget: Budget, *, scale: float | None = None, impl: str | None = None
 ) -> Tensor:
-    """Attention of one new token's query over the rows its selector chooses, the sink and the recent window.
+    """Compute the attention of one new token's query over the rows its selector chooses, the sink and the recent
+    window.
 
     Append the token's own key and value first. Exactly `attend_chosen` over `cache.select(query, budget)`, where all
     rows lie together.

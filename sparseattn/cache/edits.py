@@ -44,7 +44,7 @@ class CacheEdits:
         return len(self.stored.zones.count)
 
     def compact(self) -> int:
-        """Frees the rows that the selector has dropped: those of each head that are left move together.
+        """Free the rows that the selector has dropped: those of each head that are left move together.
 
         The sealed zone shrinks to the most rows that any head holds, in whole units of the selector, so that memory
         falls as far as the fullest head allows; copying them takes as much memory again for the moment. Nothing that
@@ -74,7 +74,7 @@ class CacheEdits:
         return before - self.stored.zones.zone
 
     def crop(self, drop: int | Tensor) -> None:
-        """Forgets the newest rows of every sequence, as speculative decoding does with rejected tokens.
+        """Forget the newest rows of every sequence, as speculative decoding does with rejected tokens.
 
         Args:
             drop: rows, an int for all sequences or integers `[B]`.
@@ -90,7 +90,7 @@ class CacheEdits:
         self._shown.refresh()
 
     def reorder(self, index: Tensor) -> None:
-        """Sequence b becomes what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.
+        """Let sequence b become what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.
 
         ValueError for another `index`, or where the storage is `fixed` and B' is not B.
         """
@@ -103,7 +103,7 @@ class CacheEdits:
         self._shown.refresh()
 
     def clone(self: Cache) -> Cache:
-        """An independent copy, selector included."""
+        """Return an independent copy, selector included."""
         twin = copy.copy(self)
         twin.selector, twin.stored = self.selector.clone(), self.stored.clone()
         twin._tokens = TokenStore(twin.stored)
@@ -115,7 +115,7 @@ class CacheEdits:
         return twin
 
     def reset(self) -> None:
-        """Forgets every row, the selector's too, and frees the storage unless it is fixed; the configuration stays."""
+        """Forget every row, the selector's too, and free the storage unless it is fixed; the configuration stays."""
         self.stored.reset()
         self.selector.reset()
         self.search.forget()
@@ -126,8 +126,8 @@ class CacheEdits:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all that it holds, the selector's index too, to a prompt cache that `load` takes up (safetensors,
-        whole or not at all; for the moment as much memory again).
+        """Write all that it holds, the selector's index too, to a prompt cache that `load` takes up (safetensors, whole
+        or not at all; for the moment as much memory again).
 
         Raises:
             ValueError: an index that is not in tensors (faiss's), or a file that cannot be written.
@@ -135,7 +135,7 @@ class CacheEdits:
         prompt_files.save(self, path)
 
     def load(self: Cache, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Cache:
-        """Takes up what `save` wrote, into this cache, which is empty, and returns it: what follows is decoded as it
+        """Take up what `save` wrote, into this cache, which is empty, and return it: what follows is decoded as it
         would have been there. Settings that are not compared (capacity, devices, `rollback`, a `knob`) may differ.
 
         Rows decide what a model says, as weights do: load files that you trust.
@@ -151,7 +151,7 @@ class CacheEdits:
         return self
 
     def resume(self, begun: bool) -> None:
-        """Serves the rows that a file has put into it; `begun`: whether the first seal has been."""
+        """Serve the rows that a file has put into it; `begun`: whether the first seal has been."""
         keys = self.stored.sealed_keys if self.stored.zones.apart else self.stored.keys.full
         self.selector.resume(keys[:, :, :0])
         self._decoded = begun
@@ -165,7 +165,7 @@ class CacheEdits:
         return self._decoded
 
     def to(self: Cache, device: torch.device | str) -> Cache:
-        """Moves storage and selector, and returns the cache; what lies on `sealed_device` stays there.
+        """Move storage and selector, and return the cache; what lies on `sealed_device` stays there.
 
         Raises:
             ValueError: a selector that works in host memory only, and no `sealed_device`.

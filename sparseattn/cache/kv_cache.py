@@ -223,7 +223,7 @@ class KVCache(CacheEdits):
     def append(
         self, keys: Tensor, values: Tensor, queries: Tensor | None = None, positions: Tensor | None = None
     ) -> None:
-        """Stores new rows behind those that are there. Never copies what is stored (growth apart).
+        """Store new rows behind those that are there. Never copies what is stored (growth apart).
 
         Args:
             keys, values: `[B,H,n,D]`, keys after RoPE.
@@ -285,7 +285,7 @@ class KVCache(CacheEdits):
     # -- sealing -----------------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Shows the selector the rows that have left the window, if it is time; `select` and `decode` call it.
+        """Show the selector the rows that have left the window, if it is time; `select` and `decode` call it.
 
         The first call seals every row before the window, later ones when `seal` rows wait; always whole spans. All that
         is stored then is the prompt, whose last queries a selector may want; where `select` or `decode` make that call,
@@ -295,7 +295,7 @@ class KVCache(CacheEdits):
         self._seal_due(decoded=0)
 
     def deal(self) -> None:
-        """With a `group`, seal what is due of a prompt that may go on, so that no rank keeps rows of others any longer.
+        """Seal what is due of a prompt that may go on, with a `group`, so that no rank keeps rows of others any longer.
 
         Where the prompt ends then, the same rows are sealed as if this had not been called. Without a `group` it does
         nothing.
@@ -324,7 +324,7 @@ class KVCache(CacheEdits):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def select(self, query: Tensor, budget: Budget) -> Selection:
-        """Seals what is due, asks the selector for at most `budget` rows per head, and counts what choosing read.
+        """Seal what is due, ask the selector for at most `budget` rows per head, and count what choosing read.
 
         The selection lies with the sealed rows, on `sealed_device` if there is one: it names rows of
         `stored.sealed_keys` then, not of `keys`, and `decode` is what attends to both parts and merges them.
@@ -332,7 +332,7 @@ class KVCache(CacheEdits):
         return self.search.choose(query, self.prepare(query, budget), counted=True)
 
     def prepare(self, query: Tensor, budget: Budget) -> Allowance:
-        """The first half of `select`: checks both, seals what is due, and says what the budget allows."""
+        """Do the first half of `select`: check both, seal what is due, and say what the budget allows."""
         stored, keys = self.stored, self.stored.keys.storage
         if keys is None or stored.broken or not stored.zones.count:
             stored.require()

@@ -71,7 +71,7 @@ class Ranks:
         return cls(group)
 
     def require_device(self, device: torch.device) -> None:
-        """ValueError where the group's backend sends no tensors of a device."""
+        """Raise ValueError where the group's backend sends no tensors of a device."""
         backends = dict(part.split(":") for part in dist.get_backend_config(self.group).split(","))
         if device.type not in backends:
             raise ValueError(
@@ -119,7 +119,7 @@ class Ranks:
         return whole.to(out.dtype), top + total.log()
 
     def require_same(self, what: Mapping[str, int], device: torch.device) -> None:
-        """ValueError, on every rank, where numbers differ from rank to rank."""
+        """Raise ValueError, on every rank, where numbers differ from rank to rank."""
         own = torch.tensor(list(what.values()), device=device)
         every = self.gather(own, "checks").cpu()
         for name, of_ranks in zip(what, every.T.tolist(), strict=True):

@@ -129,7 +129,7 @@ class RowCodec(Named, ABC):
         """Return the bytes of an entry of each part, for rows of `size` channels: the codec's formula."""
 
     def check_size(self, size: int) -> None:
-        """ValueError for a head size that the codec does not take."""
+        """Raise ValueError for a head size that the codec does not take."""
 
     def nbytes(self, size: int, seals: Sequence[int]) -> int:
         """Return the bytes of one KV head, for `seals` rows of `size` channels at each seal."""

@@ -66,7 +66,7 @@ class Selection:
 
     @classmethod
     def none(cls, batch: int, heads: int, device: torch.device | str = "cpu") -> Selection:
-        """Nothing beyond the sink and the window, for H = `heads` KV heads: zero slots."""
+        """Select nothing beyond the sink and the window, for H = `heads` KV heads: zero slots."""
         empty = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
         nothing = torch.zeros(batch, heads, dtype=torch.int64, device=device)
         return cls(empty, empty, 1, nothing, nothing, whole=True)
@@ -79,7 +79,8 @@ class Selection:
         scan_bytes: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Selection:
-        """Single rows: `ids` `[B,Hs,S]` of any integer dtype, distinct within a head; a negative id is unused."""
+        """Select single rows: `ids` `[B,Hs,S]` of any integer dtype, distinct within a head; a negative id is
+        unused."""
         return cls(ids.clamp(min=0).int(), (ids >= 0).int(), 1, scanned, scan_bytes, whole=True, bias=bias)
 
     @classmethod
@@ -91,7 +92,7 @@ class Selection:
         scan_bytes: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Selection:
-        """Whole pages of `page` rows (a power of two): `ids` `[B,Hs,S]`, distinct; a negative id is unused."""
+        """Select whole pages of `page` rows (a power of two): `ids` `[B,Hs,S]`, distinct; a negative id is unused."""
         start, length = (ids.clamp(min=0) * page).int(), (ids >= 0).int() * page
         return cls(start, length, page, scanned, scan_bytes, whole=True, bias=bias)
 
@@ -106,7 +107,7 @@ class Selection:
         scan_bytes: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Selection:
-        """Runs of any length, best first, cut into spans and stopped at `budget` rows.
+        """Select runs of any length, best first, cut into spans and stopped at `budget` rows.
 
         `start`, `length` are `[B,Hs,R]` of any integer dtype; runs of one head are disjoint. The selection has
         `budget // span + R` slots: a run ends in at most one partial span, so every row within the budget has a slot.
@@ -142,7 +143,7 @@ class Selection:
         return self.length.sum(-1)
 
     def distinct(self, heads: int, rows: int) -> Tensor:
-        """`[B,H]` int64: rows selected, each once for all selection heads of one of the `heads` KV heads.
+        """Return `[B,H]` int64: rows selected, each once for all selection heads of one of the `heads` KV heads.
 
         `rows`: how many there are to select from.
         """
@@ -151,18 +152,18 @@ class Selection:
         return self.mask(rows).unflatten(1, (heads, -1)).any(2).sum(-1)
 
     def bias_bytes(self, heads: int) -> Tensor:
-        """`[B,H]` int64: bytes of the biases of the slots in use, for each of the `heads` KV heads."""
+        """Return `[B,H]` int64: bytes of the biases of the slots in use, for each of the `heads` KV heads."""
         used = (self.length > 0).sum(-1).unflatten(1, (heads, -1)).sum(-1)
         return used * (0 if self.bias is None else self.bias.element_size())
 
     def mask(self, rows: int) -> Tensor:
-        """`[B,Hs,rows]` bool: which of the first `rows` rows are selected."""
+        """Return `[B,Hs,rows]` bool: which of the first `rows` rows are selected."""
         ids = self.rows
         out = torch.zeros(*ids.shape[:2], rows + 1, dtype=torch.bool, device=ids.device)
         return out.scatter_(2, torch.where((ids >= 0) & (ids < rows), ids, rows), True)[..., :rows]
 
     def row_bias(self, rows: int) -> Tensor:
-        """`[B,Hs,rows]` float32: the bias of each of the first `rows` rows, 0 where it has none."""
+        """Return `[B,Hs,rows]` float32: the bias of each of the first `rows` rows, 0 where it has none."""
         ids = self.rows
         out = torch.zeros(*ids.shape[:2], rows + 1, device=ids.device)
         if self.bias is not None:
@@ -204,7 +205,7 @@ class Weighed:
 
     @classmethod
     def of(cls, selection: Selection, logits: Tensor, page: int = 1) -> Weighed:
-        """By an estimate for every row, or every page.
+        """Weigh by an estimate for every row, or every page.
 
         Args:
             selection: every slot in use is one of the pages, or one row where `page` is 1.
@@ -223,7 +224,7 @@ class Weighed:
 
     @classmethod
     def nothing(cls, query: Tensor) -> Weighed:
-        """Zero slots for a query `[B,H,G,D]`, where nothing is sealed."""
+        """Return zero slots for a query `[B,H,G,D]`, where nothing is sealed."""
         batch, heads, group, _ = query.shape
         weights = torch.zeros(batch, heads * group, 0, device=query.device)
         rest = torch.full((batch, heads * group), -torch.inf, device=query.device)
@@ -292,7 +293,8 @@ class Bounds:
     def of(
         cls, batch: int, rows: int, sink: int = 0, sealed: int | None = None, device: torch.device | str = "cpu"
     ) -> Bounds:
-        """The same zones for every sequence; `sealed=None`: all rows after the sink are selectable, none recent."""
+        """Make the same zones for every sequence; `sealed=None`: all rows after the sink are selectable, none
+        recent."""
 
         def full(n: int) -> Tensor:
             return torch.full((batch,), n, dtype=torch.int32, device=device)
@@ -300,7 +302,7 @@ class Bounds:
         return cls(full(sink), sink, full(rows if sealed is None else sealed), full(rows))
 
     def dense(self, rows: int) -> Tensor:
-        """`[B,rows]` bool: rows that every query reads."""
+        """Return `[B,rows]` bool: rows that every query reads."""
         row = torch.arange(rows, device=self.rows.device)
         sink, sealed, end = self.sink[:, None], self.sealed[:, None], self.rows[:, None]
         return (row < sink) | ((row >= sealed) & (row < end))

@@ -77,7 +77,7 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
     **settings: Unpack[ReplayOptions],
 ) -> Evaluation:
-    """Replays the last tokens of a trace through a selector and compares every step with full attention.
+    """Replay the last tokens of a trace through a selector and compare every step with full attention.
 
     Full attention is over all rows of the trace, those that a selector has dropped for good among them: nothing is
     freed here (`KVCache.compact`), so that eviction is judged by what it lacks.

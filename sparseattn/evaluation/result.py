@@ -42,18 +42,20 @@ class Evaluation:
     activity: Activity | None = field(default=None, repr=False)
 
     def mean(self, measure: str) -> float:
-        """Mean over layers and heads that are not NaN; of `lookup_hits` over all lookups, whichever head's they are."""
+        """Return the mean over layers and heads that are not NaN; of `lookup_hits` over all lookups, whichever head's
+        they are."""
         values = self.heads[measure]
         weight = self.heads[COUNTED[measure]] if measure in COUNTED else torch.ones_like(values)
         known = ~values.isnan()
         return float((values * weight)[known].sum() / weight[known].sum())
 
     def by_step(self, measure: str) -> Tensor:
-        """`[layers,T]` float32: the mean over heads that are not NaN at every decoded token, of one of `steps`."""
+        """Return `[layers,T]` float32: the mean over heads that are not NaN at every decoded token, of one of
+        `steps`."""
         return self.steps[measure].nanmean(1)
 
     def worst(self, measure: str) -> float:
-        """The head where the measure is worst, of those that are not NaN."""
+        """Return the head where the measure is worst, of those that are not NaN."""
         values = self.heads[measure]
         values = values[~values.isnan()]
         if not len(values):
@@ -61,7 +63,8 @@ class Evaluation:
         return float(values.min() if measure_table.measure(measure).better == measure_table.HIGH else values.max())
 
     def far(self, share: float) -> Evaluation:
-        """The same of the heads with at least this share of their attention on indexed rows; the others become NaN.
+        """Return the same of the heads with at least this share of their attention on indexed rows; the others become
+        NaN.
 
         `settings` then hold the share, `far`, and which heads these are, `far_heads`: [layer, query head] of each.
 
@@ -81,7 +84,7 @@ class Evaluation:
         return replace(self, settings=settings, heads=heads, steps=steps)
 
     def record(self, per_head: bool | Collection[str] = False) -> dict[str, Any]:
-        """A flat JSON-able record: settings, mean and worst head of each measure, what was measured by step as
+        """Return a flat JSON-able record: settings, mean and worst head of each measure, what was measured by step as
         `[layers][T]`, and the heads apart of every measure, or of those named, if asked."""
         out: dict[str, Any] = {
             "trace": self.trace,

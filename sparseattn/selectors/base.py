@@ -253,7 +253,7 @@ class Selector(Stateful, Named, ABC):
         return [(name, getattr(self, name)) for name in self.part_names]
 
     def has(self, ability: type) -> bool:
-        """Whether this instance, as it is configured, has an ability that its class names in its bases."""
+        """Return whether this instance, as it is configured, has an ability that its class names in its bases."""
         return isinstance(self, ability)
 
     def find(self, ability: type[Ability]) -> list[Ability]:

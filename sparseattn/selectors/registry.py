@@ -13,7 +13,7 @@ SELECTORS: Registry[Selector] = Registry(
 
 
 def make_selector(spec: str) -> Selector:
-    """The selector that a text names: `name[:arg=value,...]` or `package.module:Class[:arg=value,...]`.
+    """Return the selector that a text names: `name[:arg=value,...]` or `package.module:Class[:arg=value,...]`.
 
     `str` of a selector is the shortest such text (`Named.label`). A value that is a selector itself is such a text
     again, in brackets if it has arguments, and brackets nest: `twostage:pages=lowbit,times=4`,

@@ -62,7 +62,8 @@ def attend(
     block_table: Tensor | None = None,
     weights: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """Exact attention of one query per head over the rows that `selection` and `bounds` name, and no others.
+    """Compute the exact attention of one query per head over the rows that `selection` and `bounds` name, and no
+    others.
 
     Args:
         query: `[B,H,G,D]`, after RoPE; D from 1 to 256.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of P disjoint sets of rows, from the attention over each.
+    """Compute attention over the union of P disjoint sets of rows, from the attention over each.
 
     Args:
         out: `[P,...,D]` attention outputs; of an empty set, 0.

@@ -23,8 +23,8 @@ def attend_coded(
     scale: float | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query per head over the rows of a few bits that a selection names: what `attend` gives over
-    `rows.decoded()`.
+    """Compute the attention of one query per head over the rows of a few bits that a selection names: what `attend`
+    gives over `rows.decoded()`.
 
     Args:
         query: `[B,H,G,D]`, after RoPE.

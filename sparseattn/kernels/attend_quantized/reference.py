@@ -80,7 +80,7 @@ class CodedRows:
         return self.key_levels.shape[-1]
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """keys and values `[B,H,N,D]`, as they are read: all of them, for comparing and for dense attention."""
+        """Return keys and values `[B,H,N,D]`, as they are read: all of them, for comparing and for dense attention."""
         keys = [
             between(unpacked(codes, self.bits, self.size), levels.repeat_interleave(self.group, 2)).to(dtype)
             for codes, levels in self._parts(self.keys, self.key_levels, self.group)
@@ -96,7 +96,8 @@ class CodedRows:
         return list(zip(codes.split(once, 2), levels.split(max(once // group, 1), 2), strict=True))
 
     def taken(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B,Hs,R,D]` float32 of rows `row` `[B,Hs,R]`, Hs a multiple of H; others are not read."""
+        """Return keys and values `[B,Hs,R,D]` float32 of rows `row` `[B,Hs,R]`, Hs a multiple of H; others are not
+        read."""
         keys = unpacked(gather.take(self.keys, row), self.bits, self.size)
         values = unpacked(gather.take(self.values, row), self.bits, self.size)
         of_keys = gather.take(self.key_levels.flatten(3), row // self.group).unflatten(3, (2, -1))
@@ -104,16 +105,16 @@ class CodedRows:
         return between(keys, of_keys), between(values, _by_channel(of_values, self.size))
 
     def row_bytes(self) -> int:
-        """Bytes of a row's codes and of its value's levels."""
+        """Return the bytes of a row's codes and of its value's levels."""
         return 2 * self.keys.shape[3] + 2 * self.value_levels.shape[4] * self.value_levels.element_size()
 
     def group_bytes(self) -> int:
-        """Bytes of the levels of a group of keys."""
+        """Return the bytes of the levels of a group of keys."""
         return 2 * self.size * self.key_levels.element_size()
 
     def bytes_read(self, selection: Selection) -> Tensor:
-        """`[B,H]` int64: bytes of the rows that a selection names and of the levels of every group in which one lies,
-        each once for all query heads of a KV head."""
+        """Return `[B,H]` int64: bytes of the rows that a selection names and of the levels of every group in which one
+        lies, each once for all query heads of a KV head."""
         heads, rows = self.keys.shape[1:3]
         named = selection.mask(rows).unflatten(1, (heads, -1)).any(2)  # [B,H,N]
         groups = named.unflatten(2, (-1, self.group)).any(3).sum(-1)

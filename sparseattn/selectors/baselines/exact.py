@@ -75,7 +75,7 @@ class Exact(ComparesHeads, ReadsKeys, EstimatesMass, SharesScores, Selector):
         return replace(selection, scanned=nothing, scan_bytes=nothing[:, : query.shape[1]])
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """Of a step that chooses."""
+        """Count the scan of a step that chooses."""
         scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
         scoring = products(query, sealed, query.shape[3], scan.read)
         expected = "" if self.refresh == 1 else "every step chooses again"

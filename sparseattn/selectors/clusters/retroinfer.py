@@ -121,7 +121,7 @@ class RetroInfer(HasTail, Selector):
         return replace(chosen, scanned=clusters.repeat_interleave(each, 1), scan_bytes=read)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """As if clusters held as many rows each."""
+        """Predict a step as if clusters held as many rows each."""
         (clusters, tail), size, rows = self._expected(sealed, budget), query.shape[3], min(budget, sealed)
         mean_bytes = size * self.bytes_of(torch.empty(0, dtype=half(query)))
         scan = Scan(clusters, (clusters - tail) * mean_bytes + 8 * clusters)

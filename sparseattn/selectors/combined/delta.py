@@ -65,6 +65,6 @@ class Delta(ComparesHeads, WeighsNear, KeyScorer):
         return Selection(start, length, self.page, whole=True)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """With the key of the step's own row, as if that were all that is not sealed."""
+        """Count the key of the step's own row, as if that were all that is not sealed."""
         scan, own = super().scan(query, sealed, budget), query.shape[3] * self.bytes_of(query)
         return replace(scan, scanned=scan.scanned + 1, read=scan.read + own)

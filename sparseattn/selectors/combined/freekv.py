@@ -154,9 +154,9 @@ class FreeKV(Wrapper):
 
     @classmethod
     def paper(cls, tau: float = 0.8) -> dict[str, Any]:
-        """The setting of the authors' runs on LongBench v2, as arguments of `KVCache`: Quest's pages of 32 by the mean
-        probability of a group, and 128 rows of sink and of window. Layer 0 stays dense there, and `tau` is 0.9 where
-        much is generated. Their budget of 2,048 counts sink and window: 1,792 here."""
+        """Return the setting of the authors' runs on LongBench v2, as arguments of `KVCache`: Quest's pages of 32 by
+        the mean probability of a group, and 128 rows of sink and of window. Layer 0 stays dense there, and `tau` is 0.9
+        where much is generated. Their budget of 2,048 counts sink and window: 1,792 here."""
         return {"selector": cls(Quest(32, "softmax"), tau, refresh=True), "sink": 128, "window": 128, "seal": 32}
 
     @property

@@ -40,7 +40,7 @@ class IndexCache(Kascade):
         self.pattern = pattern
 
     def chosen_anchors(self) -> list[int]:
-        """The full layers; with a number, those up to this layer."""
+        """Return the full layers; with a number, those up to this layer."""
         if isinstance(self.pattern, int):
             return [0, *range(1, self.layer + 1, self.pattern)]
         return [layer for layer, letter in enumerate(self.pattern) if letter == FULL]

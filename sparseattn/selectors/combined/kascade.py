@@ -77,13 +77,13 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
     # -- who reads what ------------------------------------------------------------------------------------------------
 
     def similarity(self) -> Similarity | None:
-        """The file, read once for all layers; None where there is none."""
+        """Return the file, read once for all layers; None where there is none."""
         if self._held is None and self.artefact != NONE:
             self._held = shared(self.artefact)
         return self._held
 
     def chosen_anchors(self) -> list[int]:
-        """The layers that choose for others; ValueError for a number of them without a file."""
+        """Return the layers that choose for others; ValueError for a number of them without a file."""
         if not isinstance(self.anchors, int):
             return self.anchors
         if (similarity := self.similarity()) is None:

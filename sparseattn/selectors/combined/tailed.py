@@ -181,7 +181,7 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
         return replace(chosen, scanned=scanned, scan_bytes=read)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
-        """As if no group that stands in were read whole."""
+        """Predict a step as if no group that stands in were read whole."""
         scan, size = self.inner.full_scan(query, sealed, budget), query.shape[3]
         if scan is None:
             return None

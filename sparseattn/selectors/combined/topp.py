@@ -93,7 +93,7 @@ class TopP(TwoStage):
         return math.ceil(min(rows, stored) / self.pages.span) * self.pages.span
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
-        """As if the budget were read: what is read follows p."""
+        """Predict a step as if the budget were read: what is read follows p."""
         scan = super().scan(query, sealed, budget)
         return scan and dataclasses.replace(scan, expected=both(scan.expected, "the whole budget is read"))
 

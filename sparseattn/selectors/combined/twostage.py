@@ -169,7 +169,7 @@ class TwoStage(ReadsKeys, Selector):
         return math.ceil(min(budget * self.times, stored) / self.pages.span) * self.pages.span
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
-        """As if what is proposed were spread evenly, and query heads were proposed other rows each."""
+        """Predict a step as if what is proposed were spread evenly, and query heads were proposed other rows each."""
         batch, heads, members, _ = query.shape
         first = self.pages.full_scan(query, sealed, self._proposed_rows(sealed, budget))
         if first is None:

@@ -161,7 +161,7 @@ class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
         return max(min(exact, stored, budget // 2) // self.span * self.span, self.span)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
-        """As if the bound took all of the budget, and query heads chose other rows each."""
+        """Predict a step as if the bound took all of the budget, and query heads chose other rows each."""
         (batch, heads, group, size), rows = query.shape, min(budget, sealed)
         inner = self.inner.full_scan(query, sealed, self._exact(sealed, budget))
         if inner is None:

@@ -41,8 +41,8 @@ class A2SF(Summed):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: half of the budget by sums, half newest rows, no sink; the
-        token of the step is on top of the budget."""
+        """Return the paper's setting as arguments of `KVCache`: half of the budget by sums, half newest rows, no sink;
+        the token of the step is on top of the budget."""
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
     def gives(self, logits: Tensor, block: QueryBlock) -> Tensor:

@@ -66,7 +66,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         return Selection(start, length, 1, scanned, read, whole=True)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """Of a step behind the first, which finds what that one left."""
+        """Count the scan of a step behind the first, which finds what that one left."""
         rows, heads = min(budget, sealed), query.shape[:2].numel()
         ranking = Launch("sort", 4.0 * heads * sealed, entries=sorted_best(heads, sealed, rows))
         launches = (ranking, Launch("operator", count=self.operators))

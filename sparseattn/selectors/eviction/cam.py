@@ -44,7 +44,7 @@ class CaM(Observes, Merging):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: four rows of sink, the token of the step on top."""
+        """Return the paper's setting as arguments of `KVCache`: four rows of sink, the token of the step on top."""
         return {"selector": cls(), "sink": 4, "window": 1, "seal": 1}
 
     def first(self, rows: Rows) -> Tensor:

@@ -47,7 +47,7 @@ class D2O(ComparesHeads, Merging, Summed):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: four rows of sink, the token of the step on top."""
+        """Return the paper's setting as arguments of `KVCache`: four rows of sink, the token of the step on top."""
         return {"selector": cls(), "sink": 4, "window": 1, "seal": 1}
 
     def append(self, rows: Rows) -> None:

@@ -48,7 +48,7 @@ class ElasticCache(ComparesHeads, Merging):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: a row of sink, the token of the step on top."""
+        """Return the paper's setting as arguments of `KVCache`: a row of sink, the token of the step on top."""
         return {"selector": cls(), "sink": 1, "window": 1, "seal": 1}
 
     def append(self, rows: Rows) -> None:

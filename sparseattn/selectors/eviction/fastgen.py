@@ -66,7 +66,8 @@ class FastGen(Summed):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: no sink; the token of the step is the window's one row."""
+        """Return the paper's setting as arguments of `KVCache`: no sink; the token of the step is the window's one
+        row."""
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
     def fix(self, rows: int, seal: int) -> None:

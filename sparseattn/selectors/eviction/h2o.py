@@ -55,7 +55,8 @@ class H2O(ReadsKeys, Summed):
 
     @classmethod
     def paper(cls, scores: str = "prompt") -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: half of the budget heavy hitters, half newest rows, no sink.
+        """Return the paper's setting as arguments of `KVCache`: half of the budget heavy hitters, half newest rows, no
+        sink.
 
         The token of the step is the window's one row, on top of the budget.
         """

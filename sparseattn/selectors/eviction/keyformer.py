@@ -58,7 +58,8 @@ class Keyformer(Summed):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the budget."""
+        """Return the paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the
+        budget."""
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
     def fix(self, rows: int, seal: int) -> None:
@@ -83,7 +84,7 @@ class Keyformer(Summed):
         self.at.keep(ids)
 
     def noise(self, head: int, group: int, asked: Tensor, place: Tensor) -> Tensor:
-        """The noise of a KV head's queries.
+        """Return the noise of a KV head's queries.
 
         Args:
             head: the KV head, of those it is shown.

@@ -54,11 +54,12 @@ class Locret(ComparesHeads, Evicting):
 
     @classmethod
     def paper(cls, artefact: str, answer: int = 4096) -> dict[str, Any]:
-        """The paper's setting with a trained file, as arguments of `KVCache`, for answers of up to `answer` tokens."""
+        """Return the paper's setting with a trained file, as arguments of `KVCache`, for answers of up to `answer`
+        tokens."""
         return {"selector": cls(artefact), "sink": 0, "window": 100, "seal": answer}
 
     def calibration(self) -> Calibration:
-        """The file, read once for all layers; ValueError where it is none of this method."""
+        """Return the file, read once for all layers; ValueError where it is none of this method."""
         if self._held is None:
             held = shared(self.artefact)
             if held.method != METHOD:

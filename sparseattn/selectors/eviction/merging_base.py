@@ -63,7 +63,7 @@ class Merging(HasTail, Evicting):
         return query.shape[3] * self.bytes_of(query) if self.compares else 0
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """As if every step dropped a row, whose key is compared with those of all rows held."""
+        """Predict a step as if every step dropped a row, whose key is compared with those of all rows held."""
         scan = super().scan(query, sealed, budget)
         return replace(scan, read=scan.read + scan.rows * self._key_bytes(query))
 

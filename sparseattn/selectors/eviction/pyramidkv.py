@@ -41,7 +41,7 @@ class PyramidKV(SnapKV):
 
     @classmethod
     def paper(cls, answer: int = 4096, layers: int | None = None) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`, as `SnapKV.paper()`; the budget is layer 0's."""
+        """Return the paper's setting as arguments of `KVCache`, as `SnapKV.paper()`; the budget is layer 0's."""
         made = cls(layers)
         return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
 
@@ -71,6 +71,6 @@ class PyramidKV(SnapKV):
         return (layers or 1) - 1
 
     def allowed(self, budget: int) -> int:
-        """Rows of its layer where layer 0 has `budget`."""
+        """Return rows of its layer where layer 0 has `budget`."""
         least = budget / (2 * self.beta - 1)
         return max(round(budget - (budget - least) * self.layer / max(self._last(), 1)), 1)

@@ -63,7 +63,8 @@ class Scissorhands(Observes, Evicting):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the budget."""
+        """Return the paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the
+        budget."""
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
     def fix(self, rows: int, seal: int) -> None:
@@ -78,7 +79,7 @@ class Scissorhands(Observes, Evicting):
             buffer.keep(ids)
 
     def first(self, rows: Rows) -> Tensor:
-        """How often new rows were pivotal so far; their marks are kept."""
+        """Return how often new rows were pivotal so far; their marks are kept."""
         at, real = rows.positions, rows.positions >= 0
         shape = rows.keys.shape[:3]
         if not self.shown.rows:

@@ -45,7 +45,8 @@ class SnapKV(Evicting):
 
     @classmethod
     def paper(cls, answer: int = 4096) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`, for answers of up to `answer` tokens, all of which are held.
+        """Return the paper's setting as arguments of `KVCache`, for answers of up to `answer` tokens, all of which are
+        held.
 
         Its capacity counts the observation window: `budget=2048 - 32` is the paper's 2,048. Call `seal()` after the
         prefill: sealed with the first decoded token, the window's oldest row counts as one of the budget.

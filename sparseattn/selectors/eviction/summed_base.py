@@ -34,12 +34,12 @@ class Summed(Observing):
         self.queries_share, self.last_queries = 1.0, 1  # so every query: those of rows not sealed come with it
 
     def gives(self, logits: Tensor, block: QueryBlock) -> Tensor:
-        """What queries of the prompt give to rows, of their logits `[G,m,n]`; by default their weights."""
+        """Return what queries of the prompt give to rows, of their logits `[G,m,n]`; by default their weights."""
         return weights(logits, block)
 
     def of_step(self, got: Tensor, own: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
-        """What a step's query gives to the rows read and to its own token, of the weights `[B,H,G,S]` that they got and
-        of what these leave `[B,H,G]`; by default just that. Sums so far may be changed here."""
+        """Return what a step's query gives to the rows read and to its own token, of the weights `[B,H,G,S]` that they
+        got and of what these leave `[B,H,G]`; by default just that. Sums so far may be changed here."""
         return got, own
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor] | None:

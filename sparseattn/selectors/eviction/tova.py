@@ -48,7 +48,8 @@ class TOVA(ComparesHeads, WeighsNear, Observing):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the budget."""
+        """Return the paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the
+        budget."""
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +68,7 @@ class TOVA(ComparesHeads, WeighsNear, Observing):
         return super().select(query, step, budget)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """With the key of the step's own row, which is all that is not sealed in the paper's setting."""
+        """Count the key of the step's own row, which is all that is not sealed in the paper's setting."""
         scan = super().scan(query, sealed, budget)
         own = query.shape[3] * self.bytes_of(query)
         return replace(scan, scanned=scan.scanned + 1, read=scan.read + own)

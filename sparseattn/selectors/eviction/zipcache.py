@@ -45,7 +45,8 @@ class ZipCache(Evicting):
 
     @classmethod
     def paper(cls, answer: int = 4096) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`, for answers of up to `answer` tokens, which are all held."""
+        """Return the paper's setting as arguments of `KVCache`, for answers of up to `answer` tokens, which are all
+        held."""
         return {"selector": cls(), "sink": 0, "window": 1, "seal": answer}
 
     def first(self, rows: Rows) -> Tensor:

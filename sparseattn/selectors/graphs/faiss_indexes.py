@@ -214,7 +214,7 @@ class IVF(_FaissSearch):
         return max(min(lists, count // KEYS_PER_LIST), 1)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """As if lists held as many keys each, and all were the prompt's."""
+        """Predict a step as if lists held as many keys each, and all were the prompt's."""
         lists = self._made(sealed)
         scored = lists + sealed * min(self.probes, lists) / lists
         scan = Scan(scored, 4.0 * query.shape[2] * scored * query.shape[3])

@@ -63,7 +63,7 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
 
     @abstractmethod
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
-        """The entries of E times `unit` rows.
+        """Return the entries of E times `unit` rows.
 
         Args:
             keys: `[B,H,E*unit,D]`, after RoPE; the elements of a row are adjacent.
@@ -74,7 +74,7 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
 
     @abstractmethod
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
-        """How much pages promise, the group's vote included.
+        """Return how much pages promise, the group's vote included.
 
         Args:
             query: `[B,H,G,D]`, after RoPE.
@@ -87,7 +87,8 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         """
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        """`scores` where sequences share one store of entries, as the blocks of a serving engine are shared.
+        """Score as `scores` does where sequences share one store of entries, as the blocks of a serving engine are
+        shared.
 
         Args:
             query: `[B,H,G,D]`.
@@ -113,7 +114,7 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         return best_rows(self.scores_at(query, store, table), count)
 
     def page_logits(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
-        """What a page weighs for each query head, by the method's estimate: for budgets by mass (`weigh`).
+        """Return what a page weighs for each query head, by the method's estimate: for budgets by mass (`weigh`).
 
         By default `scores` where every query head chooses for itself: right for scores that estimate a logit, too large
         for those that bound one.
@@ -132,7 +133,8 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         return self._of_heads(query, *self._entries_of(step.valid))
 
     def why_not_shared(self) -> str | None:
-        """Why its entries cannot lie in a store that sequences share, as the end of a sentence; None: they can."""
+        """Return why its entries cannot lie in a store that sequences share, as the end of a sentence; None: they
+        can."""
         return None
 
     # -- what every cache needs --------------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
             getattr(self, name).append(part)
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
-        """An entry's shape and dtype are told by making one."""
+        """Tell an entry's shape and dtype by making one."""
         check_no_order(order)
         count = rows.keys.shape[2] // self.unit
         one = self.entries(rows.keys[:, :, : self.unit])
@@ -247,7 +249,8 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         self._shown = None
 
     def valid_entries(self, valid: Tensor) -> Tensor:
-        """What `scores` takes as `real`, of the rows `[B,N]` bool that are no padding, which comes in whole entries."""
+        """Return what `scores` takes as `real`, of the rows `[B,N]` bool that are no padding, which comes in whole
+        entries."""
         return valid[:, :: self.unit].contiguous()  # as kernels read it
 
     def _best(self, scores: Tensor, budget: int) -> Selection:

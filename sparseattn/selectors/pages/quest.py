@@ -48,7 +48,7 @@ class Quest(PageSelector):
 
     @classmethod
     def paper(cls, page: int = 16) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: no sink, the current page always read, pages of 16.
+        """Return the paper's setting as arguments of `KVCache`: no sink, the current page always read, pages of 16.
 
         Its budget counts the current page: `decode(query, cache, budget=2048 - 16)` is the paper's budget of 2048.
         """

@@ -54,7 +54,7 @@ class ShadowKV(PageSelector):
         return {"landmarks": landmarks.to(keys.dtype), "cosines": cosines}
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
-        """The logits of the landmarks, voted; without outliers."""
+        """Return the logits of the landmarks, voted; without outliers."""
         logits = self._logits(query, entries, real)
         return logits.flatten(1, 2) if self.group == "each" else logits.softmax(-1).amax(2).log()
 

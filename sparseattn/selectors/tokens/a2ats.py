@@ -87,7 +87,7 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
 
     @classmethod
     def paper(cls, artefact: str) -> dict[str, Any]:
-        """The paper's setting with a trained file, as arguments of `KVCache`."""
+        """Return the paper's setting with a trained file, as arguments of `KVCache`."""
         return {"selector": cls(artefact=artefact, group="each"), "sink": 8, "window": 64, "seal": 1}
 
     def bind(self, context: LayerContext) -> None:

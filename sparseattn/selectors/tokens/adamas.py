@@ -65,7 +65,8 @@ class Adamas(Selector):
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the budget."""
+        """Return the paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the
+        budget."""
         return {"selector": cls(10.0), "sink": 0, "window": 1, "seal": 1}
 
     def fix(self, rows: int, seal: int) -> None:

@@ -45,7 +45,7 @@ class FromCalibration(Ranked):
             self.calibration()
 
     def calibration(self) -> Calibration:
-        """The file, read once for all layers; ValueError where it is none of this method."""
+        """Return the file, read once for all layers; ValueError where it is none of this method."""
         if self._held is None:
             held = shared(self.artefact)
             if held.method != self.method:

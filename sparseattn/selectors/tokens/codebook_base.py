@@ -49,7 +49,7 @@ class Coded(Ranked):
         return codebooks.logits(self.scaled_tables(query), self.codes.visible, valid)
 
     def scaled_tables(self, query: Tensor) -> Tensor:
-        """`tables` of queries `[B,H,G,D]`, of what codes add to the logit."""
+        """Return `tables` of queries `[B,H,G,D]`, of what codes add to the logit."""
         return self.tables(query.float() / self.temperature(query.shape[3]))
 
     @abstractmethod

@@ -149,7 +149,7 @@ class LowBit(RanksListed, PageSelector):
         return self.grid.data if self.grid.rows else None
 
     def levels_bytes(self, groups: Tensor, size: int) -> Tensor:
-        """Bytes of the levels of so many groups of `size` channels, and of the grid that they are on."""
+        """Return the bytes of the levels of so many groups of `size` channels, and of the grid that they are on."""
         read = groups * (self.scales // 4 * size)
         return read if self.scales == 16 else read + (groups > 0) * (4 * level_grid.NUMBERS * size)
 

@@ -119,7 +119,8 @@ class ParisKV(Selector):
         return Selection.tokens(torch.where(slot < 0, -1, ids.gather(2, slot.clamp(min=0))))
 
     def points(self, rotated: Tensor, valid: Tensor) -> Tensor:
-        """`[B,H,G,N]` float32: collisions of each row with queries `[B,H,G,D']`, turned; -inf where it is not real."""
+        """Return `[B,H,G,N]` float32: collisions of each row with queries `[B,H,G,D']`, turned; -inf where it is not
+        real."""
         batch, heads, _, size = rotated.shape
         patterns = _patterns(rotated.device).expand(batch, heads, size // CHANNELS, -1, -1)
         order = codebooks.tables(rotated, patterns).argsort(dim=-1, descending=True, stable=True)  # [B,H,G,S,256]
@@ -148,8 +149,8 @@ class ParisKV(Selector):
         return torch.where(used, top.values % rows, -1)
 
     def estimated(self, rotated: Tensor, ids: Tensor) -> Tensor:
-        """`[B,L,G',C]` float32: products of the codes of rows `ids` `[B,L,C]` with queries `[B,H,G,D']`, those of a
-        list; -inf for -1."""
+        """Return `[B,L,G',C]` float32: products of the codes of rows `ids` `[B,L,C]` with queries `[B,H,G,D']`, those
+        of a list; -inf for -1."""
         (batch, heads, _, size), lists = rotated.shape, ids.shape[1]
         every = torch.arange(lists, device=ids.device)
         if lists > heads:

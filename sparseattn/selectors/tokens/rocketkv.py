@@ -91,7 +91,7 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
 
     @classmethod
     def paper(cls, tokens: int, budget: int, answer: int = 256) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: no sink, the current page always read.
+        """Return the paper's setting as arguments of `KVCache`: no sink, the current page always read.
 
         Its code splits the compression of `tokens` to a token budget between both stages: `tokens / c^a` rows are held,
         `a = min(0.2 + 0.06 log2(c), 0.8)` of `c = tokens / budget`, and at least twice the answer's. The answer has its
@@ -154,7 +154,7 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         return Selection(start, length.int(), self.span, scanned, read, whole)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """As if all rows were the prompt's, where it drops any."""
+        """Predict a step as if all rows were the prompt's, where it drops any."""
         kept = min(sealed, self._most()) if self.prompt else sealed
         pages, channels, rows = kept // self.page_rows, self._channels(query.shape[3]), min(budget, kept)
         scan = Scan(pages, pages * channels * self.bytes_of(query))
@@ -164,8 +164,8 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         return replace(self.ranked(query, scan, [launch], found, group=self.group, expected=expected), rows=rows)
 
     def logits(self, query: Tensor) -> Tensor:
-        """`[B,H,G,P]` float32: the approximate logit of the rows of each page for queries `[B,H,G,D]`; -inf where a
-        page is not held."""
+        """Return `[B,H,G,P]` float32: the approximate logit of the rows of each page for queries `[B,H,G,D]`; -inf
+        where a page is not held."""
         size = query.shape[3]
         largest, parts = largest_channels(query, self._channels(size), self.temperature(size))
         if self.page_rows > 1:
