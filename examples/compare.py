@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def losses(model: torch.nn.Module, prompt: Prefill, ids: Tensor, cache: SparseCache) -> Tensor:
-    """The loss of each token behind the prompt."""
+    """Return the loss of each token behind the prompt."""
     with torch.no_grad():
         logits = model(input_ids=ids[:, prompt.tokens : -1], cache=cache, use_cache=True).logits
     logits = torch.cat([prompt.logits[:, None], logits], 1)

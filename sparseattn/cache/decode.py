@@ -96,8 +96,8 @@ def _decode_over_ranks(
 def attend_chosen(
     query: Tensor, cache: KVCache, selection: Selection, *, scale: float | None = None, impl: str | None = None
 ) -> Tensor:
-    """The second half of a step, all rows lying together: attention over what `cache.select` answered, sink, window and
-    the selector's tail. A selector that observes is told what its selection got.
+    """Do the second half of a step, all rows lying together: attention over what `cache.select` answered, sink,
+    window and the selector's tail. A selector that observes is told what its selection got.
 
     Args as of `decode`, which see; `cache` without `sealed_device`.
 

@@ -59,7 +59,7 @@ class CacheEdits:
                 whose rows a codec keeps.
         """
         self.stored.require()
-        input_checks.compactable(self.selector, self.fixed, self.codec)
+        input_checks.check_compactable(self.selector, self.fixed, self.codec)
         self.search.note_dropped()
         if (ids := self.stored.places_left(self.selector.unit)) is None:
             return 0
@@ -84,8 +84,8 @@ class CacheEdits:
                 larger `rollback`.
         """
         self.stored.require()
-        input_checks.repeatable(self.stored.keys.full, "dropping rows")
-        self.stored.crop(input_checks.dropped(drop, self.batch))
+        input_checks.check_repeatable(self.stored.keys.full, "dropping rows")
+        self.stored.crop(input_checks.checked_drop(drop, self.batch))
         self.search.lookahead = None  # of a token that is gone
         self._shown.refresh()
 
@@ -95,8 +95,8 @@ class CacheEdits:
         ValueError for another `index`, or where the storage is `fixed` and B' is not B.
         """
         self.stored.require()
-        input_checks.repeatable(self.stored.keys.full, "reordering sequences")
-        input_checks.indices(index, self.batch)
+        input_checks.check_repeatable(self.stored.keys.full, "reordering sequences")
+        input_checks.check_indices(index, self.batch)
         self.stored.take(index)
         self.search.lookahead = None  # of sequences as they were
         self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
@@ -170,7 +170,7 @@ class CacheEdits:
         Raises:
             ValueError: a selector that works in host memory only, and no `sealed_device`.
         """
-        input_checks.reachable(self.selector, torch.device(device), self.sealed_device)
+        input_checks.check_reachable(self.selector, torch.device(device), self.sealed_device)
         self.stored.to(device)
         if self.sealed_device is None:
             self.selector.to(device)

@@ -89,7 +89,7 @@ def append_kept(selector: Selector, rows: Rows, folder: str | os.PathLike[str]) 
 def _save(
     selector: Selector, rows: Rows, known: str, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str]
 ) -> None:
-    """Writes what `selector` built from `rows`, whole or not at all; `said` is what `_load` warns of again."""
+    """Write what `selector` built from `rows`, whole or not at all; `said` is what `_load` warns of again."""
     tensors = {name: state.data.cpu() for name, state in filled(selector)}
     try:
         selector.check_state(tensors, rows, None if order is None else order.cpu())
@@ -111,7 +111,7 @@ def _save(
 
 
 def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> Tensor | None:
-    """Fills an empty `selector` with the index that `path` holds for `rows`; returns the order to store them in.
+    """Fill an empty `selector` with the index that `path` holds for `rows`; return the order to store them in.
 
     Raises:
         IndexFileError: missing, damaged, not an index, of another version, selector, arguments or rows, or a state that
@@ -134,7 +134,7 @@ def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[st
     order = tensors.pop(ORDER, None)
     try:
         if order is not None:
-            input_checks.order(order, rows.keys, rows.keys.shape[2])
+            input_checks.check_order(order, rows.keys, rows.keys.shape[2])
         selector.check_state(tensors, rows, order)
         said = parse_entry(metadata, "warnings", "[]")
         if not isinstance(said, list) or not all(isinstance(text, str) for text in said):

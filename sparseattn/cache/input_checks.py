@@ -25,15 +25,15 @@ from sparseattn.selectors.base import Selector
 from sparseattn.utils.tensors import only_tensors
 
 
-def sizes(**given: int) -> None:
+def check_sizes(**given: int) -> None:
     """Numbers of rows, by the names of their options; else ValueError."""
     for name, size in given.items():
         if type(size) is not int or size < 0:
             raise ValueError(f"{name} is 0 or more rows, an int, got {size!r}")
 
 
-def unused(selector: Selector) -> None:
-    """A selector that no cache and no caller has filled; else ValueError."""
+def check_unused(selector: Selector) -> None:
+    """Check for a selector that no cache and no caller has filled; else ValueError."""
     if any(part.rows_of_cache for part in selector.tree()) or any(state.rows for _, state in selector.buffers()):
         raise ValueError(
             f"this {selector!r} holds the rows of another cache: one selector serves one cache, so give each layer its "
@@ -41,8 +41,8 @@ def unused(selector: Selector) -> None:
         )
 
 
-def reachable(selector: Selector, device: torch.device, sealed_device: torch.device | None) -> None:
-    """The selector can work where its rows will lie; else ValueError."""
+def check_reachable(selector: Selector, device: torch.device, sealed_device: torch.device | None) -> None:
+    """Check that the selector can work where its rows will lie; else ValueError."""
     if selector.host and (sealed_device or device).type != "cpu":
         raise ValueError(
             f"{selector!r} works in host memory, these rows are on {device}: keep the sealed ones there with "
@@ -50,7 +50,7 @@ def reachable(selector: Selector, device: torch.device, sealed_device: torch.dev
         )
 
 
-def tensors(keys: object, values: object, queries: object, positions: object) -> None:
+def check_tensors(keys: object, values: object, queries: object, positions: object) -> None:
     """Keys and values are tensors, and queries and positions where they are given; else ValueError."""
     given = {"keys": keys, "values": values, "queries": queries, "positions": positions}
     for name, part in given.items():
@@ -58,8 +58,8 @@ def tensors(keys: object, values: object, queries: object, positions: object) ->
             only_tensors(**{name: part})
 
 
-def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
-    """New rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
+def check_rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
+    """Check that new rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
     if keys.ndim != 4 or keys.shape != values.shape or not (keys.shape[0] and keys.shape[1]):
         raise ValueError(
             f"append takes keys and values of one shape [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}"
@@ -82,11 +82,11 @@ def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
                 f"this cache's storage is {held.dtype} on {held.device}, got keys of {keys.dtype} on {keys.device}"
             )
     if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
-        finite(keys=keys, values=values)
+        check_finite(keys=keys, values=values)
 
 
-def loose(selector: Selector) -> None:
-    """A selector whose storage no cache has fixed; else ValueError."""
+def check_not_fixed(selector: Selector) -> None:
+    """Check for a selector whose storage no cache has fixed; else ValueError."""
     if any(part.fixed_for_cache for part in selector.tree()):
         raise ValueError(
             f"the storage of this {selector!r} was fixed for another cache: one selector serves one cache, so give "
@@ -94,8 +94,8 @@ def loose(selector: Selector) -> None:
         )
 
 
-def fixable(sink: int, unit: int, capacity: int, sealed_device: torch.device | None) -> None:
-    """A capacity for the sink and a unit of rows, and all rows on one device; else ValueError."""
+def check_fixed(sink: int, unit: int, capacity: int, sealed_device: torch.device | None) -> None:
+    """Check for a capacity for the sink and a unit of rows, and all rows on one device; else ValueError."""
     if sealed_device is not None or capacity < sink + unit:
         apart = "" if sealed_device is None else f' and sealed_device="{sealed_device}"'
         raise ValueError(
@@ -109,14 +109,14 @@ def capturing(rows: Tensor) -> bool:
     return rows.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def repeatable(rows: Tensor, what: str) -> None:
+def check_repeatable(rows: Tensor, what: str) -> None:
     """Not inside the capture of a CUDA graph, whose replays would not do `what` as it is meant; else RuntimeError."""
     if capturing(rows):
         raise RuntimeError(f"{what} goes by counts on the host, which no CUDA graph repeats: do it between the replays")
 
 
-def queries(given: Tensor | None, keys: Tensor, who: Selector | RowCodec, held: Tensor | None) -> None:
-    """Queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `held`; else ValueError."""
+def check_queries(given: Tensor | None, keys: Tensor, who: Selector | RowCodec, held: Tensor | None) -> None:
+    """Check that queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `held`; else ValueError."""
     if given is None:
         raise ValueError(f"{who!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
     batch, heads, new, size = keys.shape
@@ -130,10 +130,10 @@ def queries(given: Tensor | None, keys: Tensor, who: Selector | RowCodec, held: 
     if given.dtype != keys.dtype or given.device != keys.device:
         raise ValueError(f"queries are of the keys' {keys.dtype} on {keys.device}, got {given.dtype} on {given.device}")
     if not given.is_cuda or new > 1:
-        finite(queries=given)
+        check_finite(queries=given)
 
 
-def positions(at: Tensor, batch: int, new: int, after: Sequence[int]) -> Tensor:
+def checked_positions(at: Tensor, batch: int, new: int, after: Sequence[int]) -> Tensor:
     """Positions `[B,n]` on the CPU as int64, if they rise and are at least `after` of B; else ValueError."""
     if tuple(at.shape) != (batch, new) or at.is_floating_point():
         raise ValueError(
@@ -151,7 +151,7 @@ def positions(at: Tensor, batch: int, new: int, after: Sequence[int]) -> Tensor:
     return at
 
 
-def dropped(given: int | Tensor, batch: int) -> list[int]:
+def checked_drop(given: int | Tensor, batch: int) -> list[int]:
     """Rows to drop from each of B sequences, given as one integer or as integers `[B]`; else ValueError."""
     drop = torch.tensor(given) if isinstance(given, Integral) else given
     whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -161,7 +161,7 @@ def dropped(given: int | Tensor, batch: int) -> list[int]:
     return each
 
 
-def indices(given: Tensor, batch: int) -> None:
+def check_indices(given: Tensor, batch: int) -> None:
     """`[B']` int64 numbers of sequences below `batch`; else ValueError."""
     only_tensors(index=given)
     if given.ndim != 1 or given.dtype != torch.int64 or not bool(((given >= 0) & (given < batch)).all()):
@@ -169,7 +169,8 @@ def indices(given: Tensor, batch: int) -> None:
 
 
 def queries_wanted(selector: Selector) -> tuple[float, int]:
-    """The share of the prompt's queries, and how many of its newest, that the selector learns from; else ValueError."""
+    """Return the share of the prompt's queries, and how many of its newest, that the selector learns from; else
+    ValueError."""
     for part in selector.find(LearnsFromQueries):
         share, last = part.queries_share, part.last_queries
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
@@ -179,7 +180,7 @@ def queries_wanted(selector: Selector) -> tuple[float, int]:
     return selector.queries_wanted
 
 
-def parts_declared(selector: Selector) -> None:
+def check_parts(selector: Selector) -> None:
     """Every selector that a method keeps in an attribute is named in `part_names`; else ValueError."""
     for part in selector.tree():
         for name, value in vars(part).items():
@@ -190,8 +191,8 @@ def parts_declared(selector: Selector) -> None:
                 )
 
 
-def held(given: Tensor, real: Tensor, selector: Selector) -> None:
-    """What a selector says it holds is `[B,H,N]` bool as `real` is, where that lies; else ValueError."""
+def check_held(given: Tensor, real: Tensor, selector: Selector) -> None:
+    """Return what a selector says it holds is `[B,H,N]` bool as `real` is, where that lies; else ValueError."""
     only_tensors(held=given)
     if given.shape != real.shape or given.dtype != torch.bool or given.device != real.device:
         raise ValueError(
@@ -200,8 +201,8 @@ def held(given: Tensor, real: Tensor, selector: Selector) -> None:
         )
 
 
-def keepable(selector: Selector, codec: RowCodec | None, fixed: bool) -> None:
-    """A codec can keep the sealed rows of a cache with this selector, None as they come; else ValueError."""
+def check_codec(selector: Selector, codec: RowCodec | None, fixed: bool) -> None:
+    """Check that a codec can keep the sealed rows of a cache with this selector, None as they come; else ValueError."""
     if codec is None:
         return
     if fixed:
@@ -221,8 +222,9 @@ def keepable(selector: Selector, codec: RowCodec | None, fixed: bool) -> None:
         )
 
 
-def codec_fits(codec: RowCodec, keys: Tensor, rope: Rope | None) -> None:
-    """A codec can keep rows such as `keys` `[B,H,n,D]` of a layer with this RoPE, None for unknown; else ValueError."""
+def check_codec_fits(codec: RowCodec, keys: Tensor, rope: Rope | None) -> None:
+    """Check that a codec can keep rows such as `keys` `[B,H,n,D]` of a layer with this RoPE, None for unknown; else
+    ValueError."""
     codec.check_size(keys.shape[3])
     if codec.before_rope and rope is None:
         raise ValueError(
@@ -233,8 +235,9 @@ def codec_fits(codec: RowCodec, keys: Tensor, rope: Rope | None) -> None:
         raise ValueError(f"the layer's RoPE turns {rope.rotated} dimensions, and its keys have {keys.shape[3]}")
 
 
-def levels(selector: Selector, codec: RowCodec | None) -> None:
-    """The codec rounds keys in the groups whose levels the selector reads, if it reads any; else ValueError."""
+def check_levels(selector: Selector, codec: RowCodec | None) -> None:
+    """Check that the codec rounds keys in the groups whose levels the selector reads, if it reads any; else
+    ValueError."""
     for part in selector.find(ReadsRoundedKeys):
         wanted = part.rounded_group
         if codec is None or not codec.shows_levels or codec.group != wanted:
@@ -245,7 +248,7 @@ def levels(selector: Selector, codec: RowCodec | None) -> None:
             )
 
 
-def compactable(selector: Selector, fixed: bool, codec: RowCodec | None = None) -> None:
+def check_compactable(selector: Selector, fixed: bool, codec: RowCodec | None = None) -> None:
     """Rows that the selector drops can be freed; else ValueError."""
     if codec is not None:
         raise ValueError(f"rows={str(codec)!r} keeps rows together, so single ones cannot be freed: leave rows out")
@@ -268,8 +271,8 @@ def _follows(selector: Selector) -> bool:
     return all(part.has(FollowsMoves) or not part.states() for part in selector.tree())
 
 
-def disk(given: object, codec: RowCodec | None) -> Path | None:
-    """The folder of sealed rows in a file, None where they lie in memory; else ValueError."""
+def disk_folder(given: object, codec: RowCodec | None) -> Path | None:
+    """Return the folder of sealed rows in a file, None where they lie in memory; else ValueError."""
     folder = folder_of(given)
     if folder is not None and codec is not None:
         raise ValueError(
@@ -279,7 +282,7 @@ def disk(given: object, codec: RowCodec | None) -> Path | None:
     return folder
 
 
-def sealed_device(given: torch.device | str | None) -> torch.device | None:
+def checked_device(given: torch.device | str | None) -> torch.device | None:
     """None, or host memory as a device; else ValueError."""
     if given is None or str(given).partition(":")[0] == "cpu":
         return None if given is None else torch.device("cpu")
@@ -288,8 +291,8 @@ def sealed_device(given: torch.device | str | None) -> torch.device | None:
     )
 
 
-def query(asked: Tensor, held: Tensor) -> None:
-    """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
+def check_query(asked: Tensor, held: Tensor) -> None:
+    """Check that a query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
     if not isinstance(asked, Tensor):
         only_tensors(query=asked)
     if (
@@ -308,8 +311,9 @@ def query(asked: Tensor, held: Tensor) -> None:
         )
 
 
-def group(asked: Tensor, learned: Tensor) -> None:
-    """A query `[B,H,G,D]` has the G of the queries stored, `[B,H,G,m,D]`, or a multiple of it; else ValueError."""
+def check_group(asked: Tensor, learned: Tensor) -> None:
+    """Check that a query `[B,H,G,D]` has the G of the queries stored, `[B,H,G,m,D]`, or a multiple of it; else
+    ValueError."""
     if asked.shape[2] % learned.shape[2]:
         raise ValueError(
             f"this cache was shown queries of {learned.shape[2]} query heads per KV head, got a query of "
@@ -317,7 +321,7 @@ def group(asked: Tensor, learned: Tensor) -> None:
         )
 
 
-def finite(**parts: Tensor) -> None:
+def check_finite(**parts: Tensor) -> None:
     """No NaN and no infinity in any of the tensors `[B,H,...,D]`; else ValueError with the name and the place."""
     for name, part in parts.items():
         # NaN and infinity stay in a sum. A sum may also overflow: then each is looked at.
@@ -326,9 +330,9 @@ def finite(**parts: Tensor) -> None:
             raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,d] = {bad}")
 
 
-def order(given: Tensor, stored: Tensor, new: int) -> None:
-    """A selector's order `[B,H,m]` permutes, in every head, the last m rows of the sealed keys `stored` `[B,H,N,D]`, at
-    least the `new` ones; else ValueError."""
+def check_order(given: Tensor, stored: Tensor, new: int) -> None:
+    """Check that a selector's order `[B,H,m]` permutes, in every head, the last m rows of the sealed keys `stored`
+    `[B,H,N,D]`, at least the `new` ones; else ValueError."""
     batch, heads, held = stored.shape[:3]
     fits = given.ndim == 3 and given.shape[:2] == (batch, heads) and new <= given.shape[2] <= held
     if not fits or given.dtype != torch.int64:

@@ -36,7 +36,7 @@ from sparseattn.selectors.registry import as_selector
 
 
 def _fits(query: Tensor, keys: Tensor | None) -> bool:
-    """Whether a query `[B,H,G,D]` is one of stored keys `[B,H,N,D]`; `input_checks.query` says why not."""
+    """Whether a query `[B,H,G,D]` is one of stored keys `[B,H,N,D]`; `input_checks.check_query` says why not."""
     if keys is None or query.ndim != 4 or query.dtype != keys.dtype or query.device != keys.device:
         return False
     (batch, heads, _, size), held = query.shape, keys.shape
@@ -112,17 +112,17 @@ class KVCache(CacheEdits):
         check: bool = False,
     ) -> None:
         self.selector = selector = as_selector(selector)
-        input_checks.parts_declared(selector)
-        input_checks.sizes(sink=sink, window=window, rollback=rollback, capacity=capacity, seal=seal)
+        input_checks.check_parts(selector)
+        input_checks.check_sizes(sink=sink, window=window, rollback=rollback, capacity=capacity, seal=seal)
         self.codec = codec = as_codec(rows)
-        input_checks.keepable(selector, codec, fixed)
-        input_checks.levels(selector, codec)
+        input_checks.check_codec(selector, codec, fixed)
+        input_checks.check_levels(selector, codec)
         check_seal(selector, seal, codec)
-        input_checks.loose(selector)
+        input_checks.check_not_fixed(selector)
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.fixed, self.check, self.unit = fixed, check, unit_of(selector, codec)
-        disk = input_checks.disk(sealed_device, codec)
-        self.sealed_device = input_checks.sealed_device("cpu" if disk else sealed_device)
+        disk = input_checks.disk_folder(sealed_device, codec)
+        self.sealed_device = input_checks.checked_device("cpu" if disk else sealed_device)
         self._place = sealed_device if disk else self.sealed_device
         self.ranks = ranks = Ranks.of(group)
         deal = self._deal_of(ranks, indexes, exact)
@@ -140,7 +140,7 @@ class KVCache(CacheEdits):
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)
         self._capacity = capacity if fixed else None
         if fixed:
-            input_checks.fixable(sink, selector.unit, capacity, self.sealed_device)
+            input_checks.check_fixed(sink, selector.unit, capacity, self.sealed_device)
             self._shown.fix(capacity, seal)
         self._decoded = False
         self._granted: tuple[Budget, int | None] = (None, None)  # the last budget in rows, and what it allows
@@ -149,8 +149,8 @@ class KVCache(CacheEdits):
         """Which sealed rows this process keeps; ValueError where a cache of ranks has no such arguments."""
         if ranks is None:
             return Deal(self.unit)
-        rank_checks.plain(self.fixed, self.sealed_device, self.codec, indexes, exact)
-        rank_checks.dealable(self.selector)
+        rank_checks.check_plain(self.fixed, self.sealed_device, self.codec, indexes, exact)
+        rank_checks.check_dealable(self.selector)
         return Deal(self.unit, ranks.rank, ranks.size)
 
     # -- what is stored ------------------------------------------------------------------------------------------
@@ -244,23 +244,23 @@ class KVCache(CacheEdits):
             if self._shown.views:
                 self._shown.refresh()
             return
-        input_checks.tensors(keys, values, queries, positions)
+        input_checks.check_tensors(keys, values, queries, positions)
         stored = self.stored
         if first := not stored.zones.count:
-            input_checks.unused(self.selector)
-            input_checks.reachable(self.selector, keys.device, self.sealed_device)
+            input_checks.check_unused(self.selector)
+            input_checks.check_reachable(self.selector, keys.device, self.sealed_device)
         else:
             self.stored.require()
-        input_checks.rows(keys, values, stored.keys.storage)
-        input_checks.repeatable(keys, "storing rows")
+        input_checks.check_rows(keys, values, stored.keys.storage)
+        input_checks.check_repeatable(keys, "storing rows")
         batch, _, new, _ = keys.shape
         if learning:
             learner = self.selector if self.codec is None or self.selector.learns else self.codec
-            input_checks.queries(queries, keys, learner, stored.queries.kept)
+            input_checks.check_queries(queries, keys, learner, stored.queries.kept)
         else:
             queries = None
         zones = Zones(batch, self.sink, stored.zones.apart) if first else stored.zones
-        at = None if positions is None else input_checks.positions(positions, batch, new, zones.next)
+        at = None if positions is None else input_checks.checked_positions(positions, batch, new, zones.next)
         if self._capacity is not None:
             zones.require_room([new] * batch if at is None else (at >= 0).sum(1).tolist(), self._capacity, self.unit)
         if first:
@@ -272,13 +272,13 @@ class KVCache(CacheEdits):
         stored.broken = ""
 
     def _begin(self, zones: Zones, keys: Tensor) -> None:
-        """Takes a new batch, whose first rows are `keys` `[B,H,n,D]`, if selector, codec and ranks can serve it."""
+        """Take a new batch, whose first rows are `keys` `[B,H,n,D]`, if selector, codec and ranks can serve it."""
         self.selector.check_shape(keys.shape[1], None, keys.shape[3])
         if self.codec is not None:
-            input_checks.codec_fits(self.codec, keys, self.selector.layer_context.rope)
+            input_checks.check_codec_fits(self.codec, keys, self.selector.layer_context.rope)
         if self.ranks is not None:
             zones_of = {name: getattr(self, name) for name in ("sink", "window", "seal_rows", "rollback")}
-            rank_checks.same_cache(self.ranks, zones_of, self.selector, keys)
+            rank_checks.check_same_cache(self.ranks, zones_of, self.selector, keys)
         self.stored.begin(zones, keys)
         self._shown.claim()
 
@@ -308,12 +308,12 @@ class KVCache(CacheEdits):
         """`seal`, where the newest `decoded` rows are no part of the prompt."""
         zones, keep, least = self.stored.zones, self.window + self.rollback, self.seal_rows if self._decoded else 1
         if self.ranks is not None and not self._decoded:
-            rank_checks.same_prompt(self.ranks, zones.count, self.stored.device)
+            rank_checks.check_same_prompt(self.ranks, zones.count, self.stored.device)
         if self._decoded and max(zones.count) - min(zones.sealed) - self.sink - keep < least:
             return  # no sequence has as many waiting
         each = zones.due(keep, least, self.unit)
         if max(each):
-            input_checks.repeatable(self.stored.keys.full, "sealing rows")
+            input_checks.check_repeatable(self.stored.keys.full, "sealing rows")
         self._decoded = True
         if max(each) == 0:
             return
@@ -337,21 +337,21 @@ class KVCache(CacheEdits):
         if keys is None or stored.broken or not stored.zones.count:
             stored.require()
         if not (isinstance(query, Tensor) and _fits(query, keys)):
-            input_checks.query(query, stored.keys.full)
+            input_checks.check_query(query, stored.keys.full)
         if not query.is_cuda and not math.isfinite(query.sum()):
-            input_checks.finite(query=query)
+            input_checks.check_finite(query=query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
         if self._learns and (learned := stored.queries.kept) is not None:
-            input_checks.group(query, learned)
+            input_checks.check_group(query, learned)
         allowed = self._allowance(budget)
         if self.ranks is not None:
-            rank_checks.in_rows(allowed)
+            rank_checks.check_in_rows(allowed)
         self._seal_due(decoded=1)
         return allowed
 
     def _allowance(self, budget: Budget) -> Allowance:
-        """`allowance`; of a budget in rows the part that does not follow the context is asked for once."""
+        """Return `allowance`; of a budget in rows the part that does not follow the context is asked for once."""
         count = self.stored.zones.count
         context = count[0] if len(count) == 1 else max(count)
         known, rows = self._granted

@@ -32,7 +32,7 @@ class Zones:
         self.count, self.sealed, self.next, self.here = ([0] * batch for _ in range(4))
 
     def resume(self, sequences: Mapping[str, Sequence[int]], zone: int, freed: int) -> None:
-        """Takes the counts of a cache that was saved: `count`, `sealed` and `next` of each sequence.
+        """Take the counts of a cache that was saved: `count`, `sealed` and `next` of each sequence.
 
         Raises:
             ValueError: counts of another number of sequences, or that no rows can have.
@@ -65,7 +65,8 @@ class Zones:
         return torch.where(number < self.sink, number, number - self.sink - sealed + self.start)
 
     def behind(self, new: int) -> int | None:
-        """The physical row where `new` more rows of every sequence begin; None where they lie in several runs."""
+        """Return the physical row where `new` more rows of every sequence begin; None where they lie in several
+        runs."""
         sink, start, first = self.sink, self.start, None
         for count, sealed in zip(self.count, self.sealed, strict=True):
             row = count if count < sink else start + count - sink - sealed
@@ -75,8 +76,8 @@ class Zones:
         return first
 
     def next_row(self) -> tuple[int, int] | None:
-        """The physical row where one more token of every sequence lies, and its position; None where these differ, or
-        some sequence fills its sink yet."""
+        """Return the physical row where one more token of every sequence lies, and its position; None where these
+        differ, or some sequence fills its sink yet."""
         counts, sealed, following = self.count, self.sealed, self.next
         waiting = counts[0] - sealed[0]
         if len(counts) > 1 and (
@@ -86,7 +87,7 @@ class Zones:
         return None if min(counts) < self.sink else (self.start - self.sink + waiting, following[0])
 
     def add_one(self) -> None:
-        """Counts one more real row of every sequence, at the next position."""
+        """Count one more real row of every sequence, at the next position."""
         self.count = [count + 1 for count in self.count]
         self.next = [position + 1 for position in self.next]
 
@@ -104,7 +105,7 @@ class Zones:
         return [rows // span * span for rows in waiting]
 
     def add(self, rows: Sequence[int], following: Sequence[int]) -> None:
-        """Counts `rows` more real rows, after which the next position is `following`."""
+        """Count `rows` more real rows, after which the next position is `following`."""
         self.count = list(map(operator.add, self.count, rows))
         self.next = list(following)
 
@@ -121,7 +122,7 @@ class Zones:
             )
 
     def seal(self, each: Sequence[int], here: Sequence[int]) -> None:
-        """Counts `each` rows as sealed, of which `here` stay in this process; the zone grows by the most of these."""
+        """Count `each` rows as sealed, of which `here` stay in this process; the zone grows by the most of these."""
         self.sealed = list(map(operator.add, self.sealed, each))
         self.here = list(map(operator.add, self.here, here))
         self._resize(self.zone + max(here))

@@ -223,7 +223,7 @@ def _check_shapes(cache: SavedCache, said: Mapping[str, Any], near: Mapping[str,
         raise ValueError(f"positions are int64 [B,n], got {positions.dtype} {list(positions.shape)}")
     cache.selector.check_shape(keys.shape[1], None, keys.shape[3])
     if cache.codec is not None:
-        input_checks.codec_fits(cache.codec, keys, cache.selector.layer_context.rope)
+        input_checks.check_codec_fits(cache.codec, keys, cache.selector.layer_context.rope)
 
 
 def _place(

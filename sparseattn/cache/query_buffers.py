@@ -34,7 +34,7 @@ class Queries(RowBuffer):
         self.held = torch.zeros(0, dtype=torch.int64)  # on the CPU
 
     def store(self, queries: Tensor, at: Tensor) -> None:
-        """Keeps the sampled of `queries` `[B,H,G,n,D]` at positions `at` `[B,n]`; none of a negative position."""
+        """Keep the sampled of `queries` `[B,H,G,n,D]` at positions `at` `[B,n]`; none of a negative position."""
         wanted = sampled(at, self.share)
         more = wanted.sum(1)
         held = self.held if self.held.shape == more.shape else torch.zeros_like(more)
@@ -45,7 +45,7 @@ class Queries(RowBuffer):
             self.full[b, :, :, int(held[b]) : int(self.held[b])] = queries[b].index_select(2, rows)
 
     def hand_over(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives away the queries of each sequence's oldest rows, those at positions `at` `[B,n]`, negative for none.
+        """Give away the queries of each sequence's oldest rows, those at positions `at` `[B,n]`, negative for none.
 
         Returns:
             `[B,H,G,m,D]`, zero where a sequence has fewer, and their positions `[B,m]` int64 on the CPU, there -1.
@@ -107,7 +107,7 @@ class LastQueries(RowBuffer):
         self.at = torch.zeros(0, 0, dtype=torch.int64)  # [B,m] their positions on the CPU, -1 where there is none
 
     def store(self, queries: Tensor, at: Tensor, spare: int) -> None:
-        """Takes `queries` `[B,H,G,n,D]` of rows at positions `at` `[B,n]`, negative for padding.
+        """Take `queries` `[B,H,G,n,D]` of rows at positions `at` `[B,n]`, negative for padding.
 
         So many of the newest stay that, once one more and then `spare` of them are dropped, all that are wanted are
         there.
@@ -128,7 +128,7 @@ class LastQueries(RowBuffer):
                 self.storage[b, :, :, to : to + len(mine)] = taken
 
     def hand_over(self, newest: int) -> tuple[Tensor, Tensor]:
-        """Gives away all: of each sequence without its `newest` ones those that are wanted.
+        """Give away all: of each sequence without its `newest` ones those that are wanted.
 
         Returns:
             `[B,H,G,wanted,D]`, zero in front of a shorter sequence, and their positions `[B,wanted]` int64 on the CPU,

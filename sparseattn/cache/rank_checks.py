@@ -36,8 +36,8 @@ NEEDS_ALL = {
 }
 
 
-def dealable(selector: Selector) -> None:
-    """The rows of a selector can be dealt to processes, each of which is shown its own; else ValueError."""
+def check_dealable(selector: Selector) -> None:
+    """Check that the rows of a selector can be dealt to processes, each of which is shown its own; else ValueError."""
     for part in selector.tree():
         if (why := part.why_not_dealt()) is not None:
             raise ValueError(f"the rows of {part!r} are not dealt to ranks, because {why}: leave group out")
@@ -53,10 +53,10 @@ def _having(selector: Selector, ability: type) -> list[Selector]:
     return [part for part in selector.tree() if part.has(ability)]
 
 
-def plain(
+def check_plain(
     fixed: bool, sealed_device: torch.device | None, codec: RowCodec | None, indexes: object, exact: bool
 ) -> None:
-    """A cache of rows as they come, on one device, whose storage grows; else ValueError."""
+    """Check for a cache of rows as they come, on one device, whose storage grows; else ValueError."""
     asked = {
         "fixed=True": fixed,
         f"sealed_device={str(sealed_device)!r}": sealed_device is not None,
@@ -71,8 +71,9 @@ def plain(
         )
 
 
-def same_cache(ranks: Ranks, settings: Mapping[str, int], selector: Selector, keys: Tensor) -> None:
-    """The ranks' caches have the same settings and are given first rows of the same shape; else ValueError on each."""
+def check_same_cache(ranks: Ranks, settings: Mapping[str, int], selector: Selector, keys: Tensor) -> None:
+    """Check that the ranks' caches have the same settings and are given first rows of the same shape; else ValueError
+    on each."""
     ranks.require_device(keys.device)
     batch, heads, rows, size = keys.shape
     shapes = {"the batch": batch, "KV heads": heads, "rows of the first append": rows, "head_dim": size}
@@ -82,13 +83,13 @@ def same_cache(ranks: Ranks, settings: Mapping[str, int], selector: Selector, ke
     )
 
 
-def same_prompt(ranks: Ranks, counts: Sequence[int], device: torch.device) -> None:
-    """The ranks hold prompts of the same lengths when they first seal; else ValueError on each."""
+def check_same_prompt(ranks: Ranks, counts: Sequence[int], device: torch.device) -> None:
+    """Check that the ranks hold prompts of the same lengths when they first seal; else ValueError on each."""
     ranks.require_same({"rows": sum(counts), "their lengths' checksum": crc32(str(counts).encode())}, device)
 
 
-def in_rows(allowed: Allowance) -> None:
-    """A budget in rows; else ValueError."""
+def check_in_rows(allowed: Allowance) -> None:
+    """Check for a budget in rows; else ValueError."""
     if allowed.mass is not None:
         raise ValueError(
             "a mass as budget would cut what each rank reads by what all ranks weigh, which they do not tell each "

@@ -169,13 +169,13 @@ class StoredRows:
     # -- storing -----------------------------------------------------------------------------------------------------
 
     def begin(self, zones: Zones, keys: Tensor) -> None:
-        """Takes the zones of a new batch, whose first rows are `keys` `[B,H,n,D]`."""
+        """Take the zones of a new batch, whose first rows are `keys` `[B,H,n,D]`."""
         self.zones = zones
         self.positions.resize(0, torch.empty(len(keys), 0, dtype=torch.int64))
         self.sealed.begin(keys)
 
     def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None, spare: int) -> None:
-        """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on.
+        """Store rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on.
 
         Args:
             queries: `[B,H,G,n,D]` of the same tokens, if some are to be kept.
@@ -206,15 +206,15 @@ class StoredRows:
         self.publish(ends)
 
     def note_token(self, row: int, position: int) -> None:
-        """Counts one more token of every sequence, which has been written to `row`, with what the device reads."""
+        """Count one more token of every sequence, which has been written to `row`, with what the device reads."""
         self.zones.add_one()
         self.keys.rows = self.values.rows = self.positions.rows = row + 1
         batch = len(self.zones.count)
         self._written = (*self._written[:2], [row + 1] * batch, [position] * batch)
 
     def _write_run(self, keys: Tensor, values: Tensor, first: int, end: int, at: Tensor | list[int]) -> None:
-        """Stores new rows, which end at row `end`, from row `first` on in every sequence; `at`: positions `[B,n]`, or
-        of one row for each as numbers."""
+        """Store new rows, which end at row `end`, from row `first` on in every sequence; `at`: positions `[B,n]`, or of
+        one row for each as numbers."""
         new = keys.shape[2]
         self.keys.resize(end, keys).narrow(2, first, new).copy_(keys)
         self.values.resize(end, values).narrow(2, first, new).copy_(values)
@@ -248,7 +248,7 @@ class StoredRows:
     # -- sealing -----------------------------------------------------------------------------------------------------
 
     def seal(self, each: list[int], decoded: int) -> Rows:
-        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns those that stay in
+        """Move the oldest `each` unsealed rows of every sequence into the sealed zone and return those that stay in
         this process, as views that hold until `settle`.
 
         Args:
@@ -270,10 +270,10 @@ class StoredRows:
         zones.seal(each, here)
         keys, values = (rows[:, :, rows.shape[2] - most :] for rows in self._unrounded())
         if self.keys.full.is_cuda:
-            input_checks.finite(keys=keys, values=values)
+            input_checks.check_finite(keys=keys, values=values)
         queries, sampled = self.queries.of_rows(positions, self.sealed.device)
         if queries is not None and self.keys.full.is_cuda:
-            input_checks.finite(queries=queries)
+            input_checks.check_finite(queries=queries)
         last: tuple[Tensor, ...] = self._take_last(decoded) if first and self.queries.last.wanted else ()
         if self.sealed.codes is not None:
             self.sealed.told = OfSeal.of(positions, last, self.sealed.codes)
@@ -294,11 +294,12 @@ class StoredRows:
         return self.sealed.unrounded if self.zones.apart else self.sealed_rows()
 
     def settle(self, order: Tensor | None, new: int) -> None:
-        """Stores the last sealed rows, `new` ones of this seal, in a selector's `order`, see `SealedRows.settle`."""
+        """Store the last sealed rows, `new` ones of this seal, in a selector's `order`, see `SealedRows.settle`."""
         self.sealed.settle(order, new, self._unrounded())
 
     def _take_last(self, decoded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The prompt's last queries and what `Rows` says of its rows that are not sealed, where the sealed ones lie."""
+        """Return the prompt's last queries and what `Rows` says of its rows that are not sealed, where the sealed ones
+        lie."""
         zones, device = self.zones, self.there
         queries, at = self.queries.of_prompt(decoded)
         count = (torch.tensor(zones.count) - decoded).clamp(min=0)[:, None]  # [B,1]
@@ -364,7 +365,7 @@ class StoredRows:
         self.publish()
 
     def clone(self) -> StoredRows:
-        """An independent copy."""
+        """Return an independent copy."""
         twin = copy.copy(self)
         twin.zones = copy.copy(self.zones)  # its counts are replaced, never changed in place
         twin.keys, twin.values, twin.positions = (buffer.clone() for buffer in self._near)
@@ -384,7 +385,7 @@ class StoredRows:
             self.bounds = Bounds.of(0, 0)
 
     def to(self, device: torch.device | str) -> None:
-        """Moves what does not lie on a device of its own."""
+        """Move what does not lie on a device of its own."""
         for state in (self.keys, self.values, *self.queries.states()):
             state.to(device)
         self.sealed.to(device)

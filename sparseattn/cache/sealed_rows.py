@@ -43,8 +43,8 @@ class OfSeal(NamedTuple):
         return cls(positions, (), codes.scale)
 
     def weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """What the rows `keys` `[B,H,n,D]` got from these queries, and how many tokens of the prompt see each of them,
-        `[B,H,n]`."""
+        """Return what the rows `keys` `[B,H,n,D]` got from these queries, and how many tokens of the prompt see each of
+        them, `[B,H,n]`."""
         queries, query_at, unsealed, unsealed_at = self.last
         at = self.positions.to(keys.device)
         got, _ = received(queries, query_at, [(keys, at), (unsealed, unsealed_at)], self.scale)
@@ -165,7 +165,7 @@ class SealedRows:
             ValueError: no permutation of so many rows, or one that cuts a group of rows of the codec.
         """
         if order is not None:
-            input_checks.order(order, self.real.data, new)
+            input_checks.check_order(order, self.real.data, new)
         if self.codes is not None:
             self._encode(self.codes, order, new, rows)
         if order is not None:

@@ -82,9 +82,9 @@ class Search:
             ValueError: another shape, dtype or device than a query of this cache has, or NaN.
         """
         self.stored.require()
-        input_checks.query(ahead, self.stored.keys.full)
+        input_checks.check_query(ahead, self.stored.keys.full)
         if not ahead.is_cuda:
-            input_checks.finite(ahead=ahead)
+            input_checks.check_finite(ahead=ahead)
         device = self.stored.sealed.device
         self.lookahead = ahead if device is None else ahead.to(device)
 
@@ -190,7 +190,7 @@ class Search:
             return
         for part in self.abilities.evictors:
             if (held := part.held()) is not None:
-                input_checks.held(held, stored.sealed.real.data, self.selector)
+                input_checks.check_held(held, stored.sealed.real.data, self.selector)
                 stored.sealed.drop(held)
 
     def tail(self, query: Tensor, selection: Selection) -> Tail | None:

@@ -28,8 +28,8 @@ def check(
     real: Tensor | None,
     selector: Selector,
 ) -> None:
-    """The selection names distinct sealed rows, no padding, none that was dropped before, and at most `budget` of them
-    for each head, with finite biases, and what it says of its cost are counts of the right shape.
+    """Check that the selection names distinct sealed rows, no padding, none that was dropped before, and at most
+    `budget` of them for each head, with finite biases, and what it says of its cost are counts of the right shape.
 
     Makes the host wait for the device.
 
@@ -87,7 +87,7 @@ def check_pages(query: Tensor, selector: Selector) -> None:
 
 
 def check_weighed(weighed: Weighed, query: Tensor, selector: Selector) -> None:
-    """What rows are estimated to weigh is of the query's heads: numbers, or -inf as of unused slots.
+    """Return what rows are estimated to weigh is of the query's heads: numbers, or -inf as of unused slots.
 
     Makes the host wait for the device. Arguments as of `check`, which looks at the selection.
 
@@ -113,7 +113,7 @@ def check_weighed(weighed: Weighed, query: Tensor, selector: Selector) -> None:
 
 
 def check_tail(tail: Tail | None, query: Tensor, positions: Tensor, selector: Selector) -> None:
-    """A tail's rows fit the query, and its selection names distinct rows among them with finite biases.
+    """Check that a tail's rows fit the query, and its selection names distinct rows among them with finite biases.
 
     Makes the host wait for the device. Arguments as of `check`.
 
@@ -153,7 +153,8 @@ def _check_rows(
     selector: Selector,
     whose: tuple[str, str] = ("the rows it was shown", "was shown none"),
 ) -> None:
-    """The part of `check` that looks at which rows are named; `whose` says what they are, and that there are none."""
+    """Do the part of `check` that looks at which rows are named; `whose` says what they are, and that there are
+    none."""
     start, length = (part.to("cpu", torch.int64) for part in (selection.start, selection.length))
     kind = "KV head" if start.shape[1] == query.shape[1] else "query head"
 

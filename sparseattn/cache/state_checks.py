@@ -66,7 +66,7 @@ class _Kept(NamedTuple):
 
 
 def _named(selector: Selector) -> dict[str, _Kept]:
-    """What a selector and its parts keep, by names as in `Selector.buffers`."""
+    """Return what a selector and its parts keep, by names as in `Selector.buffers`."""
     own = {
         name: _Kept(selector, name, value)
         for name, value in _attributes(selector).items()
@@ -82,7 +82,7 @@ def _is_of(value: object, selector: Selector) -> bool:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """What an object keeps by name, in its `__dict__` and in the `__slots__` of its classes."""
+    """Return what an object keeps by name, in its `__dict__` and in the `__slots__` of its classes."""
     named = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
@@ -112,7 +112,8 @@ class _HeldTensor(_Held):
 
     @staticmethod
     def _version(value: Tensor) -> object:
-        """The count of writes and, as none through `.data` counts, a sum of the bits, which is found on the device."""
+        """Return the count of writes and, as none through `.data` counts, a sum of the bits, which is found on the
+        device."""
         if value.is_inference():  # has no count
             return tensors_hash({"": value})
         integers = INTEGERS.get(value.element_size())
@@ -133,7 +134,7 @@ class _HeldTensor(_Held):
 
 
 def _look(value: Any, selector: Selector, depth: int = DEPTH, seen: Seen | None = None) -> object:
-    """What is compared before and after: numbers and what containers hold, which object it is and what is in it.
+    """Return what is compared before and after: numbers and what containers hold, which object it is and what is in it.
 
     Args:
         depth: how much deeper it looks.
@@ -170,7 +171,7 @@ def _look(value: Any, selector: Selector, depth: int = DEPTH, seen: Seen | None 
 
 
 def _writable_bytes(value: object) -> bytes | None:
-    """The content of an array.array, a bytearray or the like; None where nothing can be written."""
+    """Return the content of an array.array, a bytearray or the like; None where nothing can be written."""
     try:
         with memoryview(value) as view:  # type: ignore[arg-type]
             return None if view.readonly else view.tobytes()

@@ -96,7 +96,7 @@ class WaitingQueries:
         """
         queries, at = self.last.hand_over(decoded)
         if queries.is_cuda:
-            input_checks.finite(queries=queries)
+            input_checks.check_finite(queries=queries)
         return queries, at
 
     def shown(self, last: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -74,7 +74,7 @@ class ChosenMethods:
     def of_trace(
         self, check: Callable[[Method, Sequence[Budget]], object], budgets: Sequence[Budget]
     ) -> MethodsOfTrace:
-        """The methods that pass `check`, and why others do not.
+        """Return the methods that pass `check`, and why others do not.
 
         A method of `all` whose span is more rows than some of the budgets has its span in their place.
 

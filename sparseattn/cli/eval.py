@@ -93,7 +93,7 @@ def _shown(records: Iterable[dict[str, Any]], baseline: Row, as_json: bool) -> l
 
 
 def _settings(options: EvalOptions, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What records of one file share: the engine's settings, and how answers are made and scored."""
+    """Return what records of one file share: the engine's settings, and how answers are made and scored."""
     return {
         **engine,
         "chat": options.chat,

@@ -108,7 +108,7 @@ def _served(selectors: Sequence[Selector], codecs: Sequence[RowCodec | None]) ->
                 for selector in selectors:
                     if isinstance(selector, Native):
                         raise ValueError(f"native reads rows as they came, and none are kept by {codec}: leave it out")
-                    input_checks.keepable(selector, codec, False)
+                    input_checks.check_codec(selector, codec, False)
             served.append(codec)
         except ValueError as error:
             refused.append(error)

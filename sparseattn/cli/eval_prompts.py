@@ -144,7 +144,8 @@ def own_prompts(
 
 
 def _unsaid_limit(example: Example) -> int | None:
-    """The limit of an answer where neither user nor benchmark names one; None: twice the right answer's and 8."""
+    """Return the limit of an answer where neither user nor benchmark names one; None: twice the right answer's and
+    8."""
     return OWN_TOKENS if example.scoring in SCORINGS else None
 
 

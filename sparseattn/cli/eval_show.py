@@ -15,7 +15,7 @@ from sparseattn.reporting.terminal import Screen, table_screen
 
 
 def show(found: Sequence[Record], path: Path, *, json: bool, figures: bool) -> None:
-    """Shows records and where they lie.
+    """Show records and where they lie.
 
     Args:
         found: what was asked for.
@@ -41,13 +41,13 @@ def show(found: Sequence[Record], path: Path, *, json: bool, figures: bool) -> N
 
 
 def write_kvpress(found: Sequence[Record], lines: Mapping[tuple[str, int], Mapping[str, Any]], folder: Path) -> None:
-    """Writes results in kvpress' form and says where they lie; `lines` as of `eval_prompts.lines_of`."""
+    """Write results in kvpress' form and say where they lie; `lines` as of `eval_prompts.lines_of`."""
     for place in kvpress_results.write(folder, kvpress_results.runs(found, lines)):
         errors.print(f"results: {place}", soft_wrap=True)
 
 
 def _drawn(scored: Sequence[Record], forced: Sequence[Record], whole: Sequence[Record], folder: Path) -> list[Path]:
-    """The paths of the figures, which are there then."""
+    """Return the paths of the figures, which are there then."""
     from sparseattn.reporting import plots
 
     made = []

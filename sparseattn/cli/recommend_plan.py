@@ -117,7 +117,7 @@ def make_plan(
 
 
 def _verified(windows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the held-out windows measured: means with their intervals."""
+    """Return what the held-out windows measured: means with their intervals."""
     facts: dict[str, Any] = {"windows": len(windows), "tokens": sum(one["scored_tokens"] for one in windows)}
     for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
         values = [one[name] for one in windows]
@@ -126,7 +126,7 @@ def _verified(windows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _cost(found: Configuration, full: float, length: int) -> dict[str, Any]:
-    """What the plan costs, beside full attention's `full`, and of what it was counted; length: of a window."""
+    """Return what the plan costs, beside full attention's `full`, and of what it was counted; length: of a window."""
     objective = found.objective
     facts = {
         "unit": objective.unit,

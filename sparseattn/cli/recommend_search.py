@@ -358,7 +358,7 @@ def _verified(
 
 
 def _none_keeps(bound: Bound, rounds: Sequence[dict[str, Any]], full: float, unit: str) -> NoPlanError:
-    """What is said where no round kept the bound; full: what full attention costs, in `unit`."""
+    """Return what is said where no round kept the bound; full: what full attention costs, in `unit`."""
     tried = "; ".join(
         f"{100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {unit}"
         for one in rounds

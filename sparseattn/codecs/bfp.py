@@ -66,7 +66,7 @@ class BlockFloat(RowCodec):
         return packed(codes, self.bits), (exponent + ZERO).to(torch.uint8)
 
     def _scale(self, exponent: Tensor) -> Tensor:
-        """What a mantissa counts: of the largest number's exponent e, `2^(e + 2 - bits)`."""
+        """Return what a mantissa counts: of the largest number's exponent e, `2^(e + 2 - bits)`."""
         return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent.int() + 2 - self.bits)
 
     def read(self, kept: Kept, row: Tensor) -> tuple[Tensor, Tensor]:

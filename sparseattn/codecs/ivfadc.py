@@ -66,7 +66,7 @@ class IVFADC(RowCodec):
         return made
 
     def _coded(self, side: str, part: Tensor, rows: NewRows) -> dict[str, Tensor]:
-        """Lists, names and centroids of one side of the rows, `part` `[B,H,n,D]` float32."""
+        """Return lists, names and centroids of one side of the rows, `part` `[B,H,n,D]` float32."""
         centroids, books = rows.once.get(f"{side}_centroids"), rows.once.get(f"{side}_books")
         if centroids is None:
             centroids = _learnt(part, rows.real, 1, self.lists.bit_length() - 1, self.seed).to(rows.half)

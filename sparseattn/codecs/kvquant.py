@@ -156,7 +156,7 @@ def _in_units(numbers: Tensor, span: Tensor) -> Tensor:
 
 
 def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
-    """The nearest of ascending levels, int64: of numbers `[n]` and `[K]`, or `[B,H,n,D]` and `[B,H,1,K]`."""
+    """Return the nearest of ascending levels, int64: of numbers `[n]` and `[K]`, or `[B,H,n,D]` and `[B,H,1,K]`."""
     between = (levels[..., 1:] + levels[..., :-1]) / 2
     if numbers.ndim == 1:
         return torch.searchsorted(between, numbers)
@@ -164,6 +164,6 @@ def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
 
 
 def _apart(name: str, numbers: Tensor, at: Tensor) -> dict[str, Tensor]:
-    """The numbers of channels `at` `[B,H,n,o]` in 16 bits, and these channels as bytes."""
+    """Return the numbers of channels `at` `[B,H,n,o]` in 16 bits, and these channels as bytes."""
     half = numbers.dtype if numbers.element_size() == 2 else torch.bfloat16
     return {f"{name}_far": numbers.gather(3, at).to(half), f"{name}_at": at.to(torch.uint8)}

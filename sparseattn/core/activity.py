@@ -43,7 +43,7 @@ class LayerActivity:
         return self._joined(other, 1)
 
     def __sub__(self, other: LayerActivity) -> LayerActivity:
-        """What came since `other`."""
+        """Return what came since `other`."""
         return self._joined(other, -1)
 
     def _joined(self, other: LayerActivity, sign: int) -> LayerActivity:
@@ -110,7 +110,7 @@ class Activity:
         return self._joined(other, LayerActivity.__add__)
 
     def __sub__(self, other: Activity) -> Activity:
-        """What came since `other`."""
+        """Return what came since `other`."""
         return self._joined(other, LayerActivity.__sub__)
 
     def _joined(self, other: Activity, join: Any) -> Activity:

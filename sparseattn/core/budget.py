@@ -118,7 +118,7 @@ def budget_of(selector: Reader, budget: Budget, context: int) -> int:
 
 
 def allowance(selector: Reader, budget: Budget, context: int, capacity: int | None = None) -> Allowance:
-    """What `budget` allows a selector to read at a step of a cache.
+    """Return what `budget` allows a selector to read at a step of a cache.
 
     Args:
         context: rows of the longest sequence.
@@ -179,7 +179,7 @@ def _mass(text: str) -> Mass:
 
 
 def budget_label(budget: Budget) -> str:
-    """A budget as it is written on the command line."""
+    """Return a budget as it is written on the command line."""
     if budget is None:
         return "all"
     if isinstance(budget, (str, Mass)):
@@ -188,11 +188,11 @@ def budget_label(budget: Budget) -> str:
 
 
 def budget_record(budget: Budget) -> Any:
-    """A budget as JSON holds it, which `parse_budget` reads back."""
+    """Return a budget as JSON holds it, which `parse_budget` reads back."""
     return str(budget) if isinstance(budget, Mass) else budget
 
 
 def budget_order(budget: Budget, context: int) -> tuple[int, float]:
-    """What sorts budgets: the rows allowed, then the mass."""
+    """Return what sorts budgets: the rows allowed, then the mass."""
     budget = parse_budget(budget)
     return budget_rows(budget, context), budget.share if isinstance(budget, Mass) else math.inf

@@ -36,11 +36,11 @@ class Board:
         self._choices: dict[int, dict[Hashable, Choice]] = {}
 
     def put(self, layer: int, choice: Choice) -> None:
-        """What a layer chose at this step."""
+        """Return what a layer chose at this step."""
         self._choices.setdefault(layer, {})[self.step] = choice
 
     def get(self, layer: int) -> Choice | None:
-        """What a layer chose at this step; None if it did not."""
+        """Return what a layer chose at this step; None if it did not."""
         return self._choices.get(layer, {}).get(self.step)
 
     def __contains__(self, layer: int) -> bool:

@@ -48,7 +48,7 @@ def heaviest(shares: Tensor, held: Tensor, wanted: float) -> Tensor:
 
 
 def cut(weighed: Weighed, near: Tensor, wanted: float) -> tuple[Selection, Promise]:
-    """Drops the lightest slots that it does not take for a share of the softmax over everything.
+    """Drop the lightest slots that it does not take for a share of the softmax over everything.
 
     A choice for a whole query group is cut where the mean of its query heads holds the share.
 

@@ -47,7 +47,7 @@ class Rope:
 
     @classmethod
     def of(cls, size: int, theta: float = 10000.0) -> Rope:
-        """The unscaled rope of base `theta` over `size` dimensions (even)."""
+        """Return the unscaled rope of base `theta` over `size` dimensions (even)."""
         if size < 2 or size % 2:
             raise ValueError(f"rope rotates pairs of dimensions, so their number is even, got {size}")
         if not 0 < theta < math.inf:
@@ -69,7 +69,7 @@ class Rope:
         return self._turn(x, positions, self.scaling, 1)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The inverse of `rotate`, to the rounding of x's dtype."""
+        """Return the inverse of `rotate`, to the rounding of x's dtype."""
         return self._turn(x, positions, 1 / self.scaling, -1)
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:

@@ -29,15 +29,15 @@ class State(ABC):
 
     @abstractmethod
     def fresh(self) -> State:
-        """An empty one of the same kind."""
+        """Return an empty one of the same kind."""
 
     @abstractmethod
     def clone(self) -> State:
-        """An independent copy."""
+        """Return an independent copy."""
 
     @abstractmethod
     def take(self, index: Tensor) -> None:
-        """Replaces sequence b by what sequence `index[b]` was; `index` `[B']` may repeat and omit."""
+        """Replace sequence b by what sequence `index[b]` was; `index` `[B']` may repeat and omit."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -45,7 +45,7 @@ class State(ABC):
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
-        """Moves what can lie on another device."""
+        """Move what can lie on another device."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class State(ABC):
         """Bytes held for the rows taken in."""
 
     def saved(self) -> dict[str, Tensor]:
-        """What it holds, as tensors by name, for a file; none where it holds nothing.
+        """Return what it holds, as tensors by name, for a file; none where it holds nothing.
 
         Raises:
             ValueError: it is held in something else than tensors.
@@ -61,7 +61,7 @@ class State(ABC):
         raise ValueError(f"a {type(self).__name__} is not kept in tensors, so it is not written to files")
 
     def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
-        """Makes an empty one hold what `saved` gave, on `device`. ValueError for other names or shapes."""
+        """Make an empty one hold what `saved` gave, on `device`. ValueError for other names or shapes."""
         raise ValueError(f"a {type(self).__name__} is not read from files")
 
 
@@ -131,7 +131,7 @@ class RowBuffer(State):
         return view
 
     def resize(self, rows: int, like: Tensor | None = None) -> Tensor:
-        """Makes it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.
+        """Make it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.
 
         `like` gives the other sizes, dtype and device where there is no storage; None where there is.
 
@@ -174,7 +174,7 @@ class RowBuffer(State):
         return self.storage
 
     def _clear(self, first: int) -> None:
-        """Makes the rows from `first` on spare ones."""
+        """Make the rows from `first` on spare ones."""
         if self.storage is not None and self.spare is not None:
             self.storage.narrow(self.dim, first, self.storage.shape[self.dim] - first).fill_(self.spare)
 
@@ -183,12 +183,12 @@ class RowBuffer(State):
         return on_huge_pages(torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=lock))
 
     def append(self, rows: Tensor) -> None:
-        """Appends `rows`, which agree with what is stored in every other dimension."""
+        """Append `rows`, which agree with what is stored in every other dimension."""
         first, count = self.rows, rows.shape[self.dim]
         self.resize(first + count, rows).narrow(self.dim, first, count).copy_(rows)
 
     def take(self, index: Tensor) -> None:
-        """Replaces sequence b by the stored sequence `index[b]`; ValueError where a fixed batch would change."""
+        """Replace sequence b by the stored sequence `index[b]`; ValueError where a fixed batch would change."""
         if self.storage is None:
             return
         if self.room is not None:
@@ -223,11 +223,11 @@ class RowBuffer(State):
         self.storage, self.rows, self._view = made, rows, None
 
     def fresh(self) -> RowBuffer:
-        """An empty buffer of the same kind, not fixed."""
+        """Return an empty buffer of the same kind, not fixed."""
         return RowBuffer(self.dim, self.capacity, self.pinned, self.spare)
 
     def clone(self) -> RowBuffer:
-        """An independent copy."""
+        """Return an independent copy."""
         copy = self.fresh()
         copy.rows, copy.room = self.rows, self.room
         if self.storage is not None:
@@ -243,16 +243,16 @@ class RowBuffer(State):
             self._clear(0)
 
     def to(self, device: torch.device | str) -> None:
-        """Moves the storage."""
+        """Move the storage."""
         if self.storage is not None:
             self.storage, self._view = self.storage.to(device), None
 
     def saved(self) -> dict[str, Tensor]:
-        """The filled rows, a view."""
+        """Return the filled rows, a view."""
         return {} if self.storage is None else {"rows": self.data}
 
     def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
-        """Appends the rows that `saved` gave."""
+        """Append the rows that `saved` gave."""
         if set(held) != {"rows"} or held["rows"].ndim <= self.dim:
             raise ValueError(f"a row buffer holds rows of {self.dim + 1} dimensions or more, got {_shapes(held)}")
         self.append(held["rows"].to(device))

@@ -191,7 +191,7 @@ def attention(
     held: float,
     kind: str | None = None,
 ) -> Launch:
-    """The launch that attends: every query head of a list to its `rows` and to the `near` ones.
+    """Return the launch that attends: every query head of a list to its `rows` and to the `near` ones.
 
     Args:
         lists: Hs, H or H*G.
@@ -298,7 +298,7 @@ def step_cost(
 
 
 def _scan(selector: Chooser, shape: Shape, context: int, sealed: int, budget: Budget) -> Scan:
-    """What choosing among `sealed` rows of `context` reads; ValueError where the method does not say."""
+    """Return what choosing among `sealed` rows of `context` reads; ValueError where the method does not say."""
     if not sealed:
         return Scan(0.0, 0.0, (), shape.heads)
     allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
@@ -330,5 +330,5 @@ def scored_by_torch(scan: Scan, query: Tensor, rows: int, span: int, operators: 
 
 
 def both(first: str, second: str) -> str:
-    """What two parts expect, in words."""
+    """Return what two parts expect, in words."""
     return "; ".join(filter(None, (first, second)))

@@ -53,7 +53,7 @@ def machine() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, str]:
-    """Implementation of `attend` -> "runs", or why not, on the device that work goes to here."""
+    """Return implementation of `attend` -> "runs", or why not, on the device that work goes to here."""
     device = usable_device()
     facts = dict.fromkeys(ATTEND.names, f"runs on {device.type}")
     reason = why_not_numba(torch.device("cpu"), torch.float16)

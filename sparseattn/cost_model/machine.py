@@ -69,7 +69,7 @@ class Speed:
     entry: float = 0.0
 
     def seconds(self, launch: Launch, bandwidth: float) -> float:
-        """What one launch, or `count` equal ones, takes, of a memory of so many bytes per second."""
+        """Return what one launch, or `count` equal ones, takes, of a memory of so many bytes per second."""
         work = launch.entries * self.entry
         if self.flops is not None:
             work += launch.flops / self.flops
@@ -165,11 +165,11 @@ class Machine:
         return {"format": FORMAT, **asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Writes the profile, whole or not at all."""
+        """Write the profile, whole or not at all."""
         write_atomic(path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
 
     def of_dtype(self, name: str) -> Mapping[str, Speed]:
-        """The speeds of a dtype; MachineError for one that was not measured."""
+        """Return the speeds of a dtype; MachineError for one that was not measured."""
         if name not in self.speeds:
             raise MachineError(f"{self.name} has speeds for {', '.join(self.speeds)}, not for {name}")
         return self.speeds[name]
@@ -182,7 +182,7 @@ class Machine:
         return kinds[launch.kind]
 
     def seconds(self, cost: Cost) -> float:
-        """What a step takes.
+        """Return what a step takes.
 
         Raises:
             MachineError: a dtype or a kind of launch that the machine's speeds do not tell; a method that searches in
@@ -202,7 +202,7 @@ class Machine:
         return max(read / self.bandwidth, 0.0 if peak is None else flops / peak)
 
     def launch_seconds(self, launch: Launch, dtype: torch.dtype) -> float:
-        """What one launch, or `count` equal ones, takes."""
+        """Return what one launch, or `count` equal ones, takes."""
         return self.speed(launch, dtype).seconds(launch, self.bandwidth)
 
 

@@ -55,7 +55,7 @@ class Measuring:
         self._parts = [_Part(replace(shape, dtype=dtype)) for dtype in dtypes]
 
     def round(self) -> None:
-        """Times every call once; the first rounds do not count."""
+        """Time every call once; the first rounds do not count."""
         counts = self._begun >= WARM
         self._begun += 1
         self.rounds += counts
@@ -69,7 +69,7 @@ class Measuring:
             self._reading.append(taken)
 
     def machine(self, source: str = "measured by sparseattn machine") -> Machine:
-        """The CPU's profile, by the rounds so far; `source` says what measured.
+        """Return the CPU's profile, by the rounds so far; `source` says what measured.
 
         Raises:
             ValueError: none has counted yet.
@@ -125,7 +125,7 @@ def measure(
     rounds: int = ROUNDS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Machine:
-    """The CPU's profile.
+    """Return the CPU's profile.
 
     Args:
         dtypes, shape: see `Measuring`.
@@ -147,8 +147,8 @@ def first_call(alone: Sequence[float], together: float) -> float:
 
 
 def after_others(launches: Sequence[Launch], seconds: Sequence[float], first: float) -> list[float]:
-    """What launches take behind others of a step: `seconds` less what the `first` call alone takes, but of those that
-    come first in theirs; a tenth at least."""
+    """Return what launches take behind others of a step: `seconds` less what the `first` call alone takes, but of those
+    that come first in theirs; a tenth at least."""
     return [
         taken if launch.kind in FIRST else max(taken - first, taken / 10)
         for launch, taken in zip(launches, seconds, strict=True)
@@ -156,7 +156,7 @@ def after_others(launches: Sequence[Launch], seconds: Sequence[float], first: fl
 
 
 def fitted(launches: Sequence[Launch], seconds: Sequence[float]) -> dict[str, Speed]:
-    """The speed of every kind among `probes`, of which each took `seconds`."""
+    """Return the speed of every kind among `probes`, of which each took `seconds`."""
     out = {}
     for kind in dict.fromkeys(launch.kind for launch in launches):
         own = [(launch, taken) for launch, taken in zip(launches, seconds, strict=True) if launch.kind == kind]
@@ -167,8 +167,8 @@ def fitted(launches: Sequence[Launch], seconds: Sequence[float]) -> dict[str, Sp
 
 
 def non_negative(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """What each term costs, 0 or more: of every choice of terms whose least squares of relative errors has none below
-    0, the one with the least error."""
+    """Return what each term costs, 0 or more: of every choice of terms whose least squares of relative errors has none
+    below 0, the one with the least error."""
     weight = torch.tensor(seconds, dtype=torch.float64)
     whole = torch.tensor(terms, dtype=torch.float64) / weight[:, None]
     used = [k for k in range(whole.shape[1]) if bool(whole[:, k].any())]

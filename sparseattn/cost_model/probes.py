@@ -71,7 +71,7 @@ class ProbedStep:
 
 
 def steps_of(shape: Shape) -> list[ProbedStep]:
-    """Steps in which the memory does not bind."""
+    """Return steps in which the memory does not bind."""
     made, query = [], _query(shape)
     keys, values = _rows(shape, CONTEXT), _rows(shape, CONTEXT)
     for name in STEPS:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparseattn.cache.rank_checks import dealable
+from sparseattn.cache.rank_checks import check_dealable
 from sparseattn.cache.rank_choice import require_scores
 from sparseattn.core.budget import Rows, budget_rows
 from sparseattn.core.context import LayerContext
@@ -108,7 +108,7 @@ class Dealt:
         shape = model.attention(work.batch, work.dtype)
         selector = make_selector(spec).for_layer(LayerContext(0, rope=Rope.of(shape.size)))
         selector.check_shape(shape.heads, shape.group, shape.size)
-        dealable(selector)
+        check_dealable(selector)
         if exact:
             require_scores(selector)
         rows = budget_rows(budget, work.context, selector.span, selector)

@@ -65,12 +65,12 @@ class Inspection:
         return float(torch.cat([self.heads[one][measure] for one in chosen]).nanmean())
 
     def extremes(self, measure: str) -> tuple[int, int]:
-        """The layers with the least and the largest mean; of several, the first."""
+        """Return the layers with the least and the largest mean; of several, the first."""
         known = [layer for layer in self.layers if not math.isnan(self.mean(measure, layer))] or self.layers
         return min(known, key=lambda one: self.mean(measure, one)), max(known, key=lambda one: self.mean(measure, one))
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat JSON-able record a layer: the mean over its heads, and every head."""
+        """Return a flat JSON-able record a layer: the mean over its heads, and every head."""
         return [
             {
                 "trace": self.trace,
@@ -114,7 +114,7 @@ def inspect_trace(
 
 
 def check_inspection(trace: Trace, sink: int, window: int, last: int, layers: Sequence[int] | None) -> list[int]:
-    """The layers that `inspect_trace` would measure; raises what it would raise, before any work."""
+    """Return the layers that `inspect_trace` would measure; raises what it would raise, before any work."""
     is_trace(trace)
     estimator()
     chosen = usable_layers(trace, layers)
@@ -136,7 +136,7 @@ def inspect_layer(
     """
     tokens = len(positions)
     keys, asked = layer.keys.float(), layer.query[:, :, -last:].float()
-    input_checks.finite(queries=asked, keys=keys)
+    input_checks.check_finite(queries=asked, keys=keys)
     known = keys[:, sink : tokens - last - window]  # far from all these tokens
     query_distance, key_distance = head_distances(asked, keys[:, -last:], known)
     bounds = [_Pages(layer, positions, sink, tokens - window, page) for page in PAGES]
@@ -202,7 +202,8 @@ def head_distances(queries: Tensor, held_out: Tensor, keys: Tensor) -> tuple[Ten
 
 
 def top_shares(weights: Tensor, counts: Iterable[int]) -> Tensor:
-    """The share of weights `[...,N]` that the k largest hold, for each k of `counts`: `[...,len(counts)]` float64.
+    """Return the share of weights `[...,N]` that the k largest hold, for each k of `counts`: `[...,len(counts)]`
+    float64.
 
     With k above N, of all of them. 0 of 0 is 1, as in `evaluate`: nothing is missing.
     """
@@ -214,7 +215,8 @@ def top_shares(weights: Tensor, counts: Iterable[int]) -> Tensor:
 
 
 def rows_holding(weights: Tensor, share: float) -> Tensor:
-    """The fewest of weights `[...,N]` that hold this share of their sum: `[...]` float64; 0 where the sum is 0."""
+    """Return the fewest of weights `[...,N]` that hold this share of their sum: `[...]` float64; 0 where the sum is
+    0."""
     held = weights.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
     total = held[..., -1:]
     return torch.where(total[..., 0] > 0, (held < share * total).sum(-1) + 1.0, 0.0)
@@ -227,7 +229,7 @@ def top_rows(logits: Tensor, count: int) -> Tensor:
 
 
 def overlap(rows: Tensor, others: Tensor) -> Tensor:
-    """The share of `rows` `[...,N]` bool that are in `others` too: `[...]` float64."""
+    """Return the share of `rows` `[...,N]` bool that are in `others` too: `[...]` float64."""
     return (rows & others).sum(-1) / rows.sum(-1).double()
 
 

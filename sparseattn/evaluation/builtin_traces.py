@@ -73,7 +73,8 @@ class Builtin:
 
 
 def builtin_trace(name: str, progress: Progress | None = None) -> Trace:
-    """The built-in trace `name`, from the cache folder or made now: in about a minute on two cores, `long` in minutes.
+    """Return the built-in trace `name`, from the cache folder or made now: in about a minute on two cores, `long` in
+    minutes.
 
     Args:
         name: one of `BUILTIN`.
@@ -100,7 +101,8 @@ def builtin_trace(name: str, progress: Progress | None = None) -> Trace:
 
 
 def pieces_of(trace: Trace, progress: Progress | None = None) -> tuple[str, ...] | None:
-    """The text of a trace, a piece a token: its own, or where it is a built-in one that of its text; None: it has none.
+    """Return the text of a trace, a piece a token: its own, or where it is a built-in one that of its text; None: it
+    has none.
 
     Raises:
         ModelError, FetchError: the text of a built-in trace, or its model's tokenizer, cannot be had.
@@ -119,7 +121,7 @@ def pieces_of(trace: Trace, progress: Progress | None = None) -> tuple[str, ...]
 
 
 def prepare(name: str, progress: Progress | None = None) -> None:
-    """Fetches what the built-in trace `name` is made from; nothing where it is made already.
+    """Fetch what the built-in trace `name` is made from; nothing where it is made already.
 
     Raises:
         ModelError, FetchError: the model or the text cannot be had.
@@ -145,7 +147,7 @@ def _weights(model: str) -> str:
 
 
 def _made(one: Builtin, path: Path, progress: Progress) -> Trace:
-    """Captures it. Two processes may both do so; each renames a whole file into place, and the two files are alike."""
+    """Capture it. Two processes may both do so; each renames a whole file into place, and the two files are alike."""
     import torch
 
     from sparseattn.models.capture import capture
@@ -177,7 +179,8 @@ def _made(one: Builtin, path: Path, progress: Progress) -> Trace:
 
 
 def needles_bytes() -> bytes:
-    """A pass key in filler and key-value records, half of the tokens each, and behind them both questions, answered.
+    """Return a pass key in filler and key-value records, half of the tokens each, and behind them both questions,
+    answered.
 
     The answers are there to be read: whoever predicts their tokens, the last ones, has to look the needles up.
     """

@@ -130,7 +130,7 @@ class Comparison:
         return {layer: self.rivals[i] for layer, i, some in zip(self.layers, best, known, strict=True) if some}
 
     def record(self) -> dict[str, Any]:
-        """A JSON-able record; matrices have a row and a column for each of `methods`."""
+        """Return a JSON-able record; matrices have a row and a column for each of `methods`."""
         one, both, wins = next(iter(self.readings.values())).low, self.missed(), self.wins()
         return {
             "trace": one.trace,
@@ -164,7 +164,7 @@ class Comparison:
 
 
 def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:
-    """The methods of one trace where a query head attends as many rows, in the mean over layers and heads.
+    """Return the methods of one trace where a query head attends as many rows, in the mean over layers and heads.
 
     These are the rows of sink, window and budget together, `Comparison.attended`. A budget is what a method may read at
     most: some attend fewer rows at it, and some more, as rows wait for a whole span. So a method is mixed of the two
@@ -200,7 +200,8 @@ def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:
 
 
 def at_bytes(results: Sequence[Evaluation], share: float) -> Comparison:
-    """The methods of one trace where they read this share of the cache's bytes, in the mean over layers and heads.
+    """Return the methods of one trace where they read this share of the cache's bytes, in the mean over layers and
+    heads.
 
     A method is mixed of the two measured budgets that read less and more. One whose every budget reads less is compared
     at the one that reads most, with its own bytes. One that reads more at every budget, or does not say what it reads,
@@ -233,7 +234,8 @@ def at_bytes(results: Sequence[Evaluation], share: float) -> Comparison:
 
 
 def _mixed(points: Sequence[tuple[float, Evaluation]], wanted: float) -> Reading | None:
-    """What takes as much as wanted, of rising (what it takes, measured); where all take less the most, else None."""
+    """Return what takes as much as wanted, of rising (what it takes, measured); where all take less the most, else
+    None."""
     below = [point for point in points if point[0] <= wanted]
     if not below:
         return None

@@ -41,7 +41,7 @@ class Point:
         return float(self.heads[measure].mean())
 
     def worst(self, measure: str) -> float:
-        """The head where the measure is worst."""
+        """Return the head where the measure is worst."""
         values = self.heads[measure]
         return float(values.min() if measure_table.measure(measure).better == measure_table.HIGH else values.max())
 
@@ -86,7 +86,7 @@ class Curve:
         return [point.mean(measure) for point in self.points]
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat JSON-able record a point."""
+        """Return a flat JSON-able record a point."""
         shared = {"build_seconds": self.build_seconds, "index_bytes_per_key": self.index_bytes}
         return [
             {
@@ -108,7 +108,8 @@ def _number(value: float) -> float | None:
 
 
 def crossing(scanned: Sequence[float], recall: Sequence[float], level: float) -> float:
-    """The share scanned at which recall first arrives at `level`, log-linear in the share between measured points.
+    """Return the share scanned at which recall first arrives at `level`, log-linear in the share between measured
+    points.
 
     The first point's share where that arrives already (an upper bound), NaN where none does.
     """

@@ -66,11 +66,11 @@ class Problem:
             raise ValueError(f"training queries are one for each key, [H,G,N,D] = {wanted}, got {[*t.shape]}")
         if p is not None and [*p.shape] != [k.shape[1] + q.shape[2]]:
             raise ValueError(f"positions are [N+Q] = [{k.shape[1] + q.shape[2]}], got {[*p.shape]}")
-        input_checks.finite(queries=q)
+        input_checks.check_finite(queries=q)
 
     @classmethod
     def of(cls, layer: TraceLayer, positions: Tensor, last: int, sink: int = 0, held_out: bool = False) -> Problem:
-        """The last tokens of a trace look for the keys of those before them, in float32.
+        """Let the last tokens of a trace look for the keys of those before them, in float32.
 
         Args:
             layer: of the trace.
@@ -128,7 +128,7 @@ def curves(
     values: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Curve]:
-    """A curve for each task, over several layers at once.
+    """Return a curve for each task, over several layers at once.
 
     Every task has the same layers over the same keys: a selector that learns from no queries is built once for all of
     them, others once a task. Indexes of all layers are in memory together, as each point is a mean over them.
@@ -215,14 +215,14 @@ class _Index:
         self.bytes = sum(state.nbytes for _, state in self.selector.buffers()) / (rows * len(keys[0]))
 
     def searcher(self) -> Selector:
-        """The index to ask and to turn the knob of; its state is its own."""
+        """Return the index to ask and to turn the knob of; its state is its own."""
         twin = self.selector.clone()
         for own, other in zip(twin.find(ReadsKeys), self.selector.find(ReadsKeys), strict=True):
             own.stored = other.stored
         return twin
 
     def at(self, positions: Tensor) -> StepContext:
-        """A step at `positions` `[1]`."""
+        """Return a step at `positions` `[1]`."""
         return replace(self.step, positions=positions)
 
 
@@ -321,7 +321,7 @@ class _Layer:
             setattr(self.searcher, knob, value)
 
     def ask(self, t: int, k: int) -> _Answer:
-        """The t-th token's query, of all heads."""
+        """Return the t-th token's query, of all heads."""
         heads, group, _, size = self.queries.shape
         rows = self.keys.shape[1]
         query = self.queries[None, :, :, t]
@@ -344,7 +344,7 @@ class _Layer:
 
 
 def _point(value: int | None, searcher: Selector, answers: Sequence[Sequence[_Answer]]) -> Point:
-    """The mean over tokens; `answers` by token, then layer."""
+    """Return the mean over tokens; `answers` by token, then layer."""
     layers = list(zip(*answers, strict=True))
     facts = torch.cat([torch.stack([one.facts for one in layer]).mean(0) for layer in layers], -1)  # [3,heads]
     facts = torch.where(facts.isinf(), torch.nan, facts)

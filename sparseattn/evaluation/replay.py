@@ -234,7 +234,7 @@ class _Run:
         for t in range(tokens - last, tokens):
             append_rows(cache, layer, self.positions, t, t + 1)
             query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
-            input_checks.finite(query=query)
+            input_checks.check_finite(query=query)
             if cache.selector.find(LooksAhead):
                 assert layer.ahead is not None  # check_replay
                 cache.search.foresee(layer.ahead[None, :, :, t - tokens].float())
@@ -276,13 +276,13 @@ def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> di
 
 
 def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
-    """The layer's rows on a device."""
+    """Return the layer's rows on a device."""
     moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in layer.tensors.items()}
     return replace(layer, **moved)
 
 
 def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
-    """Stores the rows `start` to `stop` of a trace's layer, with the queries that the cache learns from."""
+    """Store the rows `start` to `stop` of a trace's layer, with the queries that the cache learns from."""
     learns = cache.learns
     lacking = len(positions) - layer.query.shape[2]  # as in `check_replay`
     bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)

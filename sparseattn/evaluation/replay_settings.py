@@ -106,7 +106,7 @@ def replay_device(method: Method, device: torch.device | str | None) -> torch.de
 
 
 def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
-    """The layers to measure: those asked for, or all that attend to the whole context; else ValueError."""
+    """Return the layers to measure: those asked for, or all that attend to the whole context; else ValueError."""
     if layers is not None and (not layers or len(set(layers)) < len(layers)):
         raise ValueError(f"layers are one or more different indices, got {list(layers)}")
     missing = [index for index in layers or () if index not in trace.layers]
@@ -126,8 +126,8 @@ def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
 
 
 def check_replay(trace: Trace, budgets: Sequence[Budget], method: Method, replay: Replay) -> None:
-    """The settings leave rows to select, the budgets fit the method, and it can serve the layers named, if any; else
-    ValueError.
+    """Check that the settings leave rows to select, the budgets fit the method, and it can serve the layers named, if
+    any; else ValueError.
 
     A method that lacks a layer, such as SAAP where its artefact was not trained for it, is refused and not measured on
     the others: means over other layers compare with nothing.
@@ -160,7 +160,8 @@ def check_replay(trace: Trace, budgets: Sequence[Budget], method: Method, replay
 
 
 def _check_rows(trace: Trace, methods: Sequence[Share], replay: Replay) -> None:
-    """The settings fit a cache of each method, and leave rows to select before the tokens that are decoded."""
+    """Check that the settings fit a cache of each method, and leave rows to select before the tokens that are
+    decoded."""
     sink, window, last = replay.sink, replay.window, replay.last
     for share in methods:
         own = share.selector
@@ -184,7 +185,8 @@ def _check_rows(trace: Trace, methods: Sequence[Share], replay: Replay) -> None:
 
 
 def _check_layer(trace: Trace, index: int, share: Share, replay: Replay) -> None:
-    """The method of some heads of a layer can serve it, with the layers that it follows and the queries there are."""
+    """Check that the method of some heads of a layer can serve it, with the layers that it follows and the queries
+    there are."""
     shape, layers = trace.shapes[index], list(replay.layers or ())
     own = share.fresh(LayerContext(index, trace.depth, rope=trace.ropes[index], scale=shape.scale))
     for part in own.find(FollowsLayers):

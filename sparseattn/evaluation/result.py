@@ -113,5 +113,5 @@ class Evaluation:
 
 
 def json_number(value: float) -> float | None:
-    """The number, or None where it is NaN or infinite, which JSON cannot hold."""
+    """Return the number, or None where it is NaN or infinite, which JSON cannot hold."""
     return value if math.isfinite(value) else None

@@ -130,8 +130,8 @@ def _recalls(logits: Tensor, reads: Tensor) -> dict[str, Tensor]:
 
 
 def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tensor, Tensor, Bounds, Tensor]:
-    """The rows of a cache as `compare` has them, in stored order: keys and values `[1,H,N,D]`, their zones, and which
-    of them each query head reads, `[1,H,G,N]` bool."""
+    """Return the rows of a cache as `compare` has them, in stored order: keys and values `[1,H,N,D]`, their zones, and
+    which of them each query head reads, `[1,H,G,N]` bool."""
     _, heads, group, _ = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
     if cache.codec is not None:
@@ -165,7 +165,7 @@ def _log_sum(
 
 
 def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:
-    """The measures `[1,H,G]` of a budget by mass; NaN for another.
+    """Return the measures `[1,H,G]` of a budget by mass; NaN for another.
 
     Args:
         weights, reads: `[1,H,G,N]`, full attention's, and which rows are attended.

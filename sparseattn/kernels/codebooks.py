@@ -47,7 +47,7 @@ def products(query: Tensor, books: Tensor) -> Tensor:
 
 
 def tables(query: Tensor, books: Tensor) -> Tensor:
-    """What each byte adds to the product of a query with a key.
+    """Return what each byte adds to the product of a query with a key.
 
     Args:
         query: `[B,H,G,S*d]`.
@@ -64,7 +64,7 @@ def tables(query: Tensor, books: Tensor) -> Tensor:
 
 
 def logits(tables: Tensor, codes: Tensor, real: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The logits of rows by their codes.
+    """Return the logits of rows by their codes.
 
     Args:
         tables: `[B,H,G,M,K]` float32, what a centroid adds to the logit.

@@ -16,7 +16,7 @@ BLOCK = 2**27  # products held at once on a GPU, 512 MiB
 
 
 def load_faiss() -> Any:
-    """The faiss module; ImportError with the remedy where it is missing."""
+    """Return the faiss module; ImportError with the remedy where it is missing."""
     try:
         import faiss
     except ImportError as error:
@@ -41,7 +41,7 @@ def _gpu() -> Any:
 
 
 def nearest(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` keys with the largest inner products, best first.
+    """Return the `count` keys with the largest inner products, best first.
 
     In host memory faiss searches, on the GPU if it was built for one and finds one; tensors on a GPU stay there.
 

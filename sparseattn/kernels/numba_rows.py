@@ -57,7 +57,8 @@ def widened(builder, value, number):
 
 @intrinsic
 def widen(typing, number):
-    """A stored number as float32: float32 as it is, uint16 holds the bits of a bfloat16, int16 those of a float16."""
+    """Return a stored number as float32: float32 as it is, uint16 holds the bits of a bfloat16, int16 those of a
+    float16."""
 
     def code(context, builder, signature, arguments):
         return widened(builder, arguments[0], number)
@@ -136,9 +137,9 @@ def put_float(typing, array, place, number):
 
 @intrinsic
 def array_at(typing, kind, address, size):
-    """A flat array of `size` numbers in memory that another holds, at `address`: of the dtype of the array `kind`, or
-    of `kind` itself where it is a class of numpy's. Made of a tensor in tenths of a microsecond, where `numpy()` and
-    views take some."""
+    """Return a flat array of `size` numbers in memory that another holds, at `address`: of the dtype of the array
+    `kind`, or of `kind` itself where it is a class of numpy's. Made of a tensor in tenths of a microsecond, where
+    `numpy()` and views take some."""
     number = kind.dtype
 
     def code(context, builder, signature, arguments):
@@ -213,7 +214,7 @@ def dot(query, q, rows, at, size):
 
 @njit(fastmath=set(FAST))
 def dot4(query, q, rows, at, size):
-    """The products of one row with four query heads, for which it is widened once."""
+    """Return the products of one row with four query heads, for which it is widened once."""
     a, b, c, e = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
     for d in range(size):
         x = read(rows, at + d)
@@ -225,12 +226,13 @@ def dot4(query, q, rows, at, size):
 
 
 def address_of(part: Tensor) -> tuple[Any, int]:
-    """What `array_at` takes of a tensor whose numbers are adjacent; it must live as long as what is made of it."""
+    """Return what `array_at` takes of a tensor whose numbers are adjacent; it must live as long as what is made of
+    it."""
     return KINDS[part.dtype], part.data_ptr()
 
 
 def rows_at(rows: Tensor) -> tuple[Any, int, tuple[int, ...]]:
-    """What `array_at` takes of `[B,H,N,D]`, which must live as long, and the steps of b, h and n in it."""
+    """Return what `array_at` takes of `[B,H,N,D]`, which must live as long, and the steps of b, h and n in it."""
     steps = rows.stride()
     if steps[3] != 1 and rows.shape[3] > 1:
         raise ValueError(
@@ -247,7 +249,8 @@ def as_bits(part: Tensor) -> Any:
 
 
 def flat_rows(rows: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The storage of `[B,H,N,D]` from its first element to its last, a view, and the steps of b, h and n in it."""
+    """Return the storage of `[B,H,N,D]` from its first element to its last, a view, and the steps of b, h and n in
+    it."""
     steps = rows.stride()
     if steps[3] != 1 and rows.shape[3] > 1:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def streams(seed: int, layer: int, heads: Sequence[int], device: torch.device) -> Tensor:
-    """`[A]` int64: where the draws of each of these heads of a layer begin.
+    """Return `[A]` int64: where the draws of each of these heads of a layer begin.
 
     Args:
         seed: any integer.
@@ -21,7 +21,7 @@ def streams(seed: int, layer: int, heads: Sequence[int], device: torch.device) -
 
 
 def draws(stream: Tensor, positions: Tensor, at: Tensor) -> Tensor:
-    """A draw for every query and row: a hash of stream, position of the query and position of the row.
+    """Return a draw for every query and row: a hash of stream, position of the query and position of the row.
 
     It does not depend on the batch, on padding or on how the rows were appended.
 
@@ -60,7 +60,7 @@ def one_set(seed: int, size: int, count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """`[A]` int64 on `device`, held once: a CUDA graph may not copy what only the host has."""
+    """Return `[A]` int64 on `device`, held once: a CUDA graph may not copy what only the host has."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 

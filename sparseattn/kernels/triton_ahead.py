@@ -309,7 +309,7 @@ def _compile(
 
 
 def report(built: triton.compiler.CompiledKernel, vector_loads: int, row_bytes: float) -> Compiled:
-    """Reads what a compiled kernel says of itself; the last two are given."""
+    """Read what a compiled kernel says of itself; the last two are given."""
     usage = _resource_usage(built.asm["cubin"])
     ptx = built.asm["ptx"]
     loads = Counter(int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], (\w+)", ptx))

@@ -11,7 +11,8 @@ class ModelError(ValueError):
 
 
 def reason(error: Exception) -> str:
-    """The first sentence of a library's message, without its full stop; with its type where that says what it means."""
+    """Return the first sentence of a library's message, without its full stop; with its type where that says what it
+    means."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     plain = isinstance(error, (OSError, ValueError, RuntimeError)) or type(error).__module__ != "builtins"
@@ -20,7 +21,8 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def in_a_sentence(what: str, name: str) -> Iterator[None]:
-    """What libraries raise in the block, which have many types of their own, as a ModelError beginning with `what`."""
+    """Return what libraries raise in the block, which have many types of their own, as a ModelError beginning with
+    `what`."""
     try:
         yield
     except ModelError:

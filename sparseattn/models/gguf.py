@@ -36,7 +36,7 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 
 def converted(path: Path, progress: Progress | None = None) -> Path:
-    """The model folder made of the GGUF file `path`, in the cache; made now if it is not there.
+    """Return the model folder made of the GGUF file `path`, in the cache; made now if it is not there.
 
     `progress` is called with what is being done, steps done and steps.
 
@@ -68,7 +68,7 @@ def folder_of(path: Path) -> Path:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Writes the GGUF file `path` as the model folder `folder`: safetensors in bfloat16, configuration and tokenizer.
+    """Write the GGUF file `path` as the model folder `folder`: safetensors in bfloat16, configuration and tokenizer.
 
     The folder appears whole or not at all. Python code that lies beside the file is not run.
 
@@ -99,7 +99,7 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def tokenizer(path: Path) -> Any:
-    """The tokenizer of a GGUF file, without its weights.
+    """Return the tokenizer of a GGUF file, without its weights.
 
     Raises:
         ModelError: no GGUF file, or packages missing.
@@ -118,7 +118,7 @@ def check_packages() -> None:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    """The model in bfloat16, as if it had never been a GGUF file, and its tokenizer."""
+    """Return the model in bfloat16, as if it had never been a GGUF file, and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     held = AutoModelForCausalLM.from_pretrained(
@@ -147,7 +147,8 @@ def _tokenizer(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _parsed_once() -> Iterator[None]:
-    """A file's header, which transformers parses in seconds each for the tokenizer, configuration and weights."""
+    """Return a file's header, which transformers parses in seconds each for the tokenizer, configuration and
+    weights."""
     package: Any = importlib.import_module("gguf")
     reader = package.GGUFReader
     package.GGUFReader = functools.cache(reader)

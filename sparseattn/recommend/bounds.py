@@ -43,12 +43,12 @@ class Bound:
         return 2.0 if self.measure == "top" else 1.0
 
     def loss(self, record: Mapping[str, Any]) -> float:
-        """What a record of agreement says of one window."""
+        """Return what a record of agreement says of one window."""
         value = float(record[MEASURES[self.measure][0]])
         return 1.0 - value if self.measure == "top" else value
 
     def share(self, loss: float) -> float:
-        """A loss as the share that is bounded."""
+        """Return a loss as the share that is bounded."""
         return loss if self.measure == "top" else math.expm1(loss)
 
     def __str__(self) -> str:

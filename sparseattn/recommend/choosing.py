@@ -24,7 +24,7 @@ class Option:
 
 
 def choose(units: Sequence[Sequence[Option]], bound: float) -> list[int] | None:
-    """The option of each unit; None where even the least losses are above the bound.
+    """Return the option of each unit; None where even the least losses are above the bound.
 
     By dynamic programming over losses in steps of the bound's `STEPS`-th, to the nearest: exact to half a step a unit.
 

@@ -42,10 +42,10 @@ class Objective(Protocol):
         """ "bytes" or "seconds", of a step in all layers that can be sparse."""
 
     def heads(self, layer: PlannedLayer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
-        """What a step costs in a layer whose heads all have one role, by KV head."""
+        """Return what a step costs in a layer whose heads all have one role, by KV head."""
 
     def layer(self, layer: PlannedLayer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:
-        """What a step costs in a layer; `costs` are what `heads` said of each role."""
+        """Return what a step costs in a layer; `costs` are what `heads` said of each role."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Predicted:
         return "bytes" if self.machine is None else "seconds"
 
     def heads(self, layer: PlannedLayer, role: Role, bytes_heads: Sequence[float]) -> list[float]:
-        """A layer's cost in equal parts: its launches serve all heads."""
+        """Return a layer's cost in equal parts: its launches serve all heads."""
         return [self._of(self._cost(layer, role, layer.heads)) / layer.heads] * layer.heads
 
     def layer(self, layer: PlannedLayer, given: Role | Sequence[Role], costs: Mapping[Role, Sequence[float]]) -> float:

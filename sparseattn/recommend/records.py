@@ -32,7 +32,7 @@ def _paid(cost: Mapping[str, Any], name: str) -> None:
 
 
 def _of_one_length(point: Mapping[str, Any], name: str) -> None:
-    """A point's lists have a number a KV head."""
+    """Check that a point's lists have a number a KV head."""
     lengths = {len(one) for key, one in point.items() if key in _EACH}
     if len(lengths) > 1:
         raise FieldError(f"{name} has as many numbers in {' as in '.join(_EACH)}, got {sorted(lengths)}")
@@ -133,11 +133,11 @@ class TrialRecords:
                 )
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of a kind."""
+        """Return the lines of a kind."""
         return [one for one in self.found if one[KEY] == kind]
 
     def add(self, kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Appends a line and returns it as it reads back; it is on the disk then."""
+        """Append a line and return it as it reads back; it is on the disk then."""
         if not self._begun:
             self._begin()
         kept = self._file.append({KEY: kind, **record})

@@ -71,7 +71,7 @@ def propose(
     by_head: bool,
     objective: Objective,
 ) -> Proposal:
-    """What costs least while the losses of layers add up to `limit` at most.
+    """Return what costs least while the losses of layers add up to `limit` at most.
 
     Args:
         layers: of the model.
@@ -124,7 +124,7 @@ def search(
     most: float = math.inf,
     failed: Collection[str] = (),
 ) -> tuple[Proposal, float] | None:
-    """The cheapest configuration found of which the measured loss is `bound` at most, with that loss.
+    """Return the cheapest configuration found of which the measured loss is `bound` at most, with that loss.
 
     Args:
         proposed: a configuration for a limit in nats.
@@ -166,8 +166,8 @@ def search(
 
 
 def _next(limit: float, loss: float, bound: float, power: float, low: float, high: float, again: bool) -> float:
-    """A limit between `low` and `high`: by the loss at this one, or where that is of a configuration known already, so
-    that another comes."""
+    """Return a limit between `low` and `high`: by the loss at this one, or where that is of a configuration known
+    already, so that another comes."""
     if again:
         if loss > bound:
             return CLOSE * high

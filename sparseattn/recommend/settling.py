@@ -35,7 +35,7 @@ def settle(
     power: float,
     full: float,
 ) -> Settled:
-    """The cheapest configuration found that keeps the bound where it was held out.
+    """Return the cheapest configuration found that keeps the bound where it was held out.
 
     Args:
         proposed: a configuration for a limit in nats.

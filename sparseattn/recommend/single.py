@@ -11,8 +11,8 @@ from sparseattn.recommend.search import LayerOption
 
 
 def between(points: Iterable[tuple[float, float]], at: float) -> float | None:
-    """The least cost at a loss: by the line through the (loss, cost) on both sides of it, in logarithms, or of a point
-    that loses less and costs less still; None where every point loses more."""
+    """Return the least cost at a loss: by the line through the (loss, cost) on both sides of it, in logarithms, or of a
+    point that loses less and costs less still; None where every point loses more."""
     known = sorted(points)
     found = [cost for loss, cost in known if loss <= at]
     for (low, more), (high, fewer) in itertools.pairwise(known):
@@ -25,8 +25,8 @@ def between(points: Iterable[tuple[float, float]], at: float) -> float | None:
 def singles(
     layers: Sequence[PlannedLayer], choices: Mapping[int, Sequence[LayerOption]], kl: float
 ) -> dict[str, float | None]:
-    """Method -> what it costs in all layers with the budget at which their losses add up to `kl`, by rising cost; None
-    where all its budgets lose more."""
+    """Return method -> what it costs in all layers with the budget at which their losses add up to `kl`, by rising
+    cost; None where all its budgets lose more."""
     first = choices[layers[0].index]
     points: dict[str, list[tuple[float, float]]] = {}
     for role in (one.role for one in first):

@@ -72,7 +72,7 @@ class Trials:
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def frontier(self, window: TextWindow, groups: Sequence[Sequence[Role]], done: Callable[[int], None]) -> None:
-        """Records every role in every layer, for a window; `groups` are of one method each.
+        """Record every role in every layer, for a window; `groups` are of one method each.
 
         Args:
             done: called with the layers done, one method each.
@@ -96,14 +96,15 @@ class Trials:
                 done(1)
 
     def _observed(self, prefill: Any, window: TextWindow) -> dict[int, LayerSeen]:
-        """What a window's last tokens saw of each layer, made once for the methods that are measured one by one."""
+        """Return what a window's last tokens saw of each layer, made once for the methods that are measured one by
+        one."""
         if self._seen is None or self._seen[0] != window.number:
             self._seen = None  # the last window's are freed before the next ones are made
             self._seen = window.number, observe(prefill, window.prompt.question, self.settings.draws, window.number)
         return self._seen[1]
 
     def frontiers(self, groups: Sequence[Sequence[Role]]) -> list[dict[str, Any]]:
-        """What was recorded of these methods, as they are now; of no other, whatever a record calls itself."""
+        """Return what was recorded of these methods, as they are now; of no other, whatever a record calls itself."""
         asked = {_measured_as(group): place for place, group in enumerate(groups)}
         found = [one for one in self.records.of(FRONTIER) if (one["method"], one["source"]) in asked]
         # As one process measures them: several append in any order, and sums depend on theirs.
@@ -165,7 +166,7 @@ class Trials:
         return self.records.add(kind, record)
 
     def read(self, tokens: Sequence[int]) -> Any:
-        """A dense prefill, kept while there is memory for it."""
+        """Return a dense prefill, kept while there is memory for it."""
         name = tuple(tokens)
         if name not in self._held:
             made = self.decoder.read(tokens)
@@ -185,12 +186,12 @@ class _Reading:
 
 
 def _measured_as(group: Sequence[Role]) -> tuple[str, str]:
-    """Method and source in the records of roles of one method."""
+    """Return the method and source in the records of roles of one method."""
     return group[0].method, _source(group[0])
 
 
 def _source(role: Role) -> str:
-    """What the method's numbers depend on: its configuration, and the files that it takes."""
+    """Return what the method's numbers depend on: its configuration, and the files that it takes."""
     return hashlib.sha256(f"{role.method} {role.selector.source()}".encode()).hexdigest()[:16]
 
 

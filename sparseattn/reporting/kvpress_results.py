@@ -181,7 +181,7 @@ def config(run: KvpressRun, folder: Path) -> str:
 
 
 def _percent(records: Sequence[Record]) -> float | None:
-    """The mean score as kvpress rounds it; None of no record, where its code has NaN."""
+    """Return the mean score as kvpress rounds it; None of no record, where its code has NaN."""
     return round(100 * mean_of(records, "score"), 2) if records else None
 
 
@@ -190,7 +190,7 @@ def _within(line: Mapping[str, Any], least: int, below: int | None) -> bool:
 
 
 def _length(records: Sequence[Record]) -> str | None:
-    """The number that the file or its folder is called after, as RULER's lengths are; None: none is."""
+    """Return the number that the file or its folder is called after, as RULER's lengths are; None: none is."""
     names = {Path(record["file"]).name.partition(".")[0].partition("-")[0] for record in records}
     name = names.pop() if len(names) == 1 else ""
     return name if name.isdecimal() else None

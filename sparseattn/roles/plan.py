@@ -78,7 +78,7 @@ class Plan(Roles):
             )
 
     def record(self) -> dict[str, Any]:
-        """What `save` writes."""
+        """Return what `save` writes."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -94,7 +94,7 @@ class Plan(Roles):
     def load(
         cls, path: str | os.PathLike[str], trusted: Collection[str] = (), weights: tuple[str, str] | None = None
     ) -> Plan:
-        """Reads a file, as `Roles.load`.
+        """Read a file, as `Roles.load`.
 
         Args:
             path, trusted: as there.

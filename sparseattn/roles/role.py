@@ -113,7 +113,7 @@ class Share:
         return self.role is not None and (self.role.method == DENSE or self.role.budget is not None)
 
     def budget(self, asked: Budget) -> Rows:
-        """What it may read where the budget `asked` is for those that have none of their own."""
+        """Return what it may read where the budget `asked` is for those that have none of their own."""
         if self.role is not None and self.role.method == DENSE:
             return None
         return parse_budget(asked if self.role is None or self.role.budget is None else self.role.budget)
@@ -141,7 +141,7 @@ class Share:
         return {}
 
     def _index(self, device: torch.device) -> Tensor:
-        """The heads on a device, copied there once, so that no step waits for it."""
+        """Return the heads on a device, copied there once, so that no step waits for it."""
         if device not in self._indices:
             assert self.heads is not None
             self._indices[device] = torch.tensor(self.heads.which).to(device)
@@ -149,7 +149,7 @@ class Share:
 
 
 def together(shares: Sequence[Share], parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """What each share's heads gave, in the order of the layer's heads; the opposite of `Share.of`."""
+    """Return what each share's heads gave, in the order of the layer's heads; the opposite of `Share.of`."""
     if len(shares) == 1:
         return parts[0]
     shape = list(parts[0].shape)
@@ -161,5 +161,5 @@ def together(shares: Sequence[Share], parts: Sequence[Tensor], dim: int = 1) -> 
 
 
 def kept_label(label: str, codec: object | None) -> str:
-    """A method's label where a row codec keeps sealed rows: `quest, kivi:bits=4 rows`."""
+    """Return a method's label where a row codec keeps sealed rows: `quest, kivi:bits=4 rows`."""
     return label if codec is None else f"{label}, {codec} rows"

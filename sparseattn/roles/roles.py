@@ -157,7 +157,7 @@ class Roles:
         return f"roles {self.name}"
 
     def source(self) -> str:
-        """What results depend on: a hash of the roles, and the sources of their selectors."""
+        """Return what results depend on: a hash of the roles, and the sources of their selectors."""
         text = json.dumps(self.record()["layers"], sort_keys=True)
         sources = sorted({role.selector.source() for role in self.distinct()})
         digest = hashlib.sha256("\n".join([text, *sources]).encode()).hexdigest()[:16]
@@ -179,24 +179,24 @@ class Roles:
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def records(self) -> dict[str, Any]:
-        """The roles of each layer, as in a file."""
+        """Return the roles of each layer, as in a file."""
         return {
             str(index): given.record() if isinstance(given, Role) else [role.record() for role in given]
             for index, given in self.layers.items()
         }
 
     def record(self) -> dict[str, Any]:
-        """What `save` writes."""
+        """Return what `save` writes."""
         out = {"format": FORMAT, "version": VERSION, "name": self.name, "layers": self.records()}
         return {**out, "meta": self.meta} if self.meta else out
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all."""
+        """Write the file, whole or not at all."""
         write_atomic(path, (json.dumps(self.record(), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls: type[Some], path: str | os.PathLike[str], trusted: Collection[str] = ()) -> Some:
-        """Reads a file.
+        """Read a file.
 
         Args:
             path: the file.
@@ -242,7 +242,7 @@ class Roles:
 
 
 def numbered(layers: Any) -> dict[int, Any]:
-    """The layers of a file by number; ValueError for other keys."""
+    """Return the layers of a file by number; ValueError for other keys."""
     if not isinstance(layers, dict) or not layers:
         raise ValueError(f"layers are an object of one layer or more, got {reprlib.repr(layers)}")
     for key in layers:
@@ -284,7 +284,7 @@ def shares_of(method: Method, layer: int, heads: int) -> list[Share]:
 
 
 def _roles(given: Any, where: str, known: dict[tuple[str, str], Role]) -> Role | tuple[Role, ...]:
-    """The roles of a layer, from a file or from a caller; ValueError naming layer and head."""
+    """Return the roles of a layer, from a file or from a caller; ValueError naming layer and head."""
     if isinstance(given, (list, tuple)):
         if not given:
             raise ValueError(f"{where}: a list has a role for each KV head, got none")

@@ -26,7 +26,7 @@ class ReplyBounds:
     tail: bytes = b""
 
     def check(self, data: bytes) -> bytes:
-        """`data`, the next bytes; ServerError where they are too many or too late."""
+        """Return `data`, the next bytes; ServerError where they are too many or too late."""
         if time.monotonic() > self.end:
             raise self.late
         self.held += len(data)
@@ -44,7 +44,8 @@ class ReplyBounds:
 
 
 def bounded(reply: Any, bounds: ReplyBounds) -> Any:
-    """The stream of a reply's bytes within bounds. Older releases of openai go by httpx, newer ones by httpx2."""
+    """Return the stream of a reply's bytes within bounds. Older releases of openai go by httpx, newer ones by
+    httpx2."""
     library, inner = sys.modules[type(reply).__module__.partition(".")[0]], reply.stream
 
     def read(self: Any) -> Iterator[bytes]:

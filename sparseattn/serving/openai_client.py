@@ -119,7 +119,8 @@ class Server:
         return version if isinstance(version, str) else None
 
     def _beside(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What the server says at `path` outside its OpenAI API, where vLLM and SGLang have more; None: it has none."""
+        """Return what the server says at `path` outside its OpenAI API, where vLLM and SGLang have more; None: it has
+        none."""
         url = self.url.removesuffix("/v1") + path
         ask = getattr(self._client, verb)
         for attempt in range(1, ATTEMPTS + 1):
@@ -134,7 +135,7 @@ class Server:
         raise AssertionError("the last attempt returns or raises")
 
     def ids(self, text: str, special: bool = False) -> list[int] | None:
-        """The tokens of a text, by the server's tokenizer; None: it has no `/tokenize` of vLLM's form.
+        """Return the tokens of a text, by the server's tokenizer; None: it has no `/tokenize` of vLLM's form.
 
         `special`: with the tokens that mark a text's beginning and end.
         """
@@ -142,12 +143,13 @@ class Server:
         return _tokens(self._beside("post", "/tokenize", body))
 
     def turn(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
-        """The tokens of a chat, up to where the model is to answer; None: no such `/tokenize`, or no chat template."""
+        """Return the tokens of a chat, up to where the model is to answer; None: no such `/tokenize`, or no chat
+        template."""
         body = {"model": self.model, "messages": list(messages), "add_generation_prompt": True}
         return _tokens(self._beside("post", "/tokenize", body))
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens. ServerError where the server does not give it."""
+        """Return the text of tokens. ServerError where the server does not give it."""
         held = self._beside("post", "/detokenize", {"model": self.model, "tokens": list(ids)})
         if not isinstance(held, dict) or not isinstance(held.get("prompt"), str):
             raise ServerError(f"{self._who} has no /detokenize: say with --model whose tokenizer makes the prompts")
@@ -155,7 +157,7 @@ class Server:
 
     @contextlib.contextmanager
     def asking(self, concurrency: int) -> Iterator[Callable[[Question], Future[Answer]]]:
-        """Gives a function that asks and does not wait; `concurrency` requests at most are at the server at once.
+        """Give a function that asks and does not wait; `concurrency` requests at most are at the server at once.
 
         A future that fails has a ServerError. What is unanswered where the block ends is dropped.
         """
@@ -236,7 +238,7 @@ class Server:
         return Answer(text, first, time.perf_counter() - began, attempt)
 
     async def _within(self, seconds: float, awaited: Awaitable[Any]) -> Any:
-        """What is awaited; ServerError where it takes longer, however busily bytes come meanwhile."""
+        """Return what is awaited; ServerError where it takes longer, however busily bytes come meanwhile."""
         import anyio
 
         try:
@@ -274,7 +276,7 @@ class Server:
         return ServerError(f"{self._who} did not answer in time ({REACH:g} s to connect, {seconds:g} s to go on)")
 
     def _sentence(self, error: Exception, what: str, patience: float) -> ServerError:
-        """What went wrong, with the server's own words; `patience`: seconds that it was waited for."""
+        """Return what went wrong, with the server's own words; `patience`: seconds that it was waited for."""
         if (ours := _ours(error)) is not None:
             return ours
         if isinstance(error, self._openai.APITimeoutError):
@@ -298,7 +300,7 @@ class Server:
 
 
 def _ours(error: BaseException | None) -> ServerError | None:
-    """The sentence that an error has or comes from: some releases of openai put errors into their own."""
+    """Return the sentence that an error has or comes from: some releases of openai put errors into their own."""
     while error is not None and not isinstance(error, ServerError):
         error = error.__cause__
     return error
@@ -313,7 +315,7 @@ def _library() -> Any:
 
 
 def _begin(client: Any, model: str, question: Question) -> Awaitable[Any]:
-    """The stream of an answer, greedy: of the likeliest tokens, whatever the model's own settings penalise."""
+    """Return the stream of an answer, greedy: of the likeliest tokens, whatever the model's own settings penalise."""
     more: dict[str, Any] = {"repetition_penalty": 1.0}
     options: dict[str, Any] = {"model": model, "temperature": 0.0, "max_tokens": question.limit, "stream": True}
     if question.begun is None:
@@ -344,7 +346,7 @@ def _asked_to_wait(error: Exception) -> float | None:
 
 
 def _own_words(body: Any) -> str:
-    """The sentence in an error's body, however deep servers put it."""
+    """Return the sentence in an error's body, however deep servers put it."""
     while isinstance(body, dict):
         body = next((body[name] for name in ("message", "error", "detail") if body.get(name)), "")
     return " ".join(str(body or "").split())[:SENTENCE].rstrip(".")

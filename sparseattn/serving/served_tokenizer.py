@@ -41,7 +41,7 @@ class ServedTokenizer:
         return self._server.text(ids)
 
     def apply_chat_template(self, turn: Sequence[Mapping[str, str]], **_: Any) -> str:
-        """The text of a chat, up to where the model is to answer."""
+        """Return the text of a chat, up to where the model is to answer."""
         return self._server.text(self._server.turn(turn) or [])
 
 

@@ -162,7 +162,8 @@ def _aims(tokens: int, sinks: int, place: tuple[int, ...]) -> Tensor:
 
 
 def _size(query: Tensor, keys: Tensor, sinks: int, concentration: float) -> float:
-    """The factor on queries at which the best 1 % of the rows hold `concentration` of the mass beyond the sinks."""
+    """Return the factor on queries at which the best 1 % of the rows hold `concentration` of the mass beyond the
+    sinks."""
     logits = _logits(query[-64:], keys, sinks)  # [n,N]
     rows = (logits > -torch.inf).sum(-1)
     logits = logits[rows > 0].sort(-1, descending=True).values

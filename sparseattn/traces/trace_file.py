@@ -84,7 +84,7 @@ class TraceFile:
 
 
 def _contents(file: Any, tensors: dict[str, Any], metadata: Mapping[str, str]) -> TraceContents:
-    """What a mapped file holds, of which `read_header` says `tensors` and `metadata`."""
+    """Return what a mapped file holds, of which `read_header` says `tensors` and `metadata`."""
     positions = integers(file.get_tensor("positions"))
     ropes = [
         Rope(file.get_tensor(f"rope.{k}.inv_freq"), entry["scaling"], entry["interleaved"])
@@ -109,7 +109,7 @@ def _contents(file: Any, tensors: dict[str, Any], metadata: Mapping[str, str]) -
 
 
 def _dtype(tensors: dict[str, Any], shapes: Mapping[int, LayerShape]) -> torch.dtype:
-    """The one dtype of the layers' tensors."""
+    """Return the one dtype of the layers' tensors."""
     held = [f"layers.{index}.{name}" for index, shape in shapes.items() for name in shape.names]
     dtypes = {tensors[name]["dtype"] for name in held if not name.endswith(f".{NATIVE}")}
     if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
@@ -118,7 +118,7 @@ def _dtype(tensors: dict[str, Any], shapes: Mapping[int, LayerShape]) -> torch.d
 
 
 def _mapped(path: Path) -> Any:
-    """The safetensors file `path`, mapped into memory until this and all its tensors are let go of."""
+    """Return the safetensors file `path`, mapped into memory until this and all its tensors are let go of."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -135,7 +135,7 @@ def _check_hash(file: Any, name: str, hashes: Mapping[str, str]) -> None:
 def _read_layer(
     entry: dict[str, Any], tensors: dict[str, Any], tokens: int, ropes: Sequence[Rope]
 ) -> tuple[LayerShape, Rope | None]:
-    """What the metadata's entry of a layer says, checked against the tensors' shapes."""
+    """Return what the metadata's entry of a layer says, checked against the tensors' shapes."""
     index, k = entry["index"], entry["rope"]
     missing = [name for name in NAMES if f"layers.{index}.{name}" not in tensors]
     if missing:

@@ -115,7 +115,7 @@ class TensorHash:
         self._heads = [hashlib.sha256() for _ in range(math.prod(shape[:-2]))]
 
     def add(self, head: int, rows: Tensor) -> None:
-        """The next rows of a head, contiguous on the CPU."""
+        """Return the next rows of a head, contiguous on the CPU."""
         self._heads[head].update(memory(rows))
 
     def value(self) -> str:
@@ -192,7 +192,7 @@ def integers(positions: Tensor) -> Tensor:
 
 
 def check_pieces(pieces: object, tokens: int) -> tuple[str, ...] | None:
-    """The text of a trace, a piece a token, as it is kept; None stays None. TraceError for anything else."""
+    """Return the text of a trace, a piece a token, as it is kept; None stays None. TraceError for anything else."""
     if pieces is None:
         return None
     if not isinstance(pieces, (list, tuple)) or not all(isinstance(piece, str) for piece in pieces):

@@ -211,13 +211,13 @@ class TraceWriter:
         return {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + math.prod(shape) * SIZES[dtype]]}
 
     def _free(self) -> tuple[Path, int]:
-        """The folder that the file goes to (symbolic links are followed) and its free bytes."""
+        """Return the folder that the file goes to (symbolic links are followed) and its free bytes."""
         folder = Path(os.path.realpath(self.path)).parent
         return folder, shutil.disk_usage(folder).free
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """An OSError of the block as a TraceError."""
+        """Return an OSError of the block as a TraceError."""
         try:
             yield
         except OSError as error:

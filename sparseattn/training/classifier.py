@@ -74,7 +74,7 @@ class QueryClassifier(nn.Module):
 
     @torch.no_grad()
     def folded(self) -> Classifier:
-        """What is exported: BatchNorm, with its running mean and variance, folded into the first Linear."""
+        """Return what is exported: BatchNorm, with its running mean and variance, folded into the first Linear."""
         factor = self.gamma * (self.variance + EPSILON).rsqrt()
         return Classifier(
             w1=self.w1 * factor[..., None],

@@ -223,5 +223,5 @@ def members_of(group: int, per_query_head: bool) -> list[tuple[int, ...]]:
 
 
 def place_of(head: int, members: Sequence[int]) -> tuple[int | str, ...]:
-    """What names a classifier in random streams."""
+    """Return what names a classifier in random streams."""
     return (head, "-".join(map(str, members)))

@@ -102,7 +102,7 @@ class Fit:
 
     @torch.no_grad()
     def _validate(self) -> None:
-        """Keeps the weights of heads that recover more of the far mass of held-out tokens, and counts the others'."""
+        """Keep the weights of heads that recover more of the far mass of held-out tokens, and count the others'."""
         folded = self.model.folded()
         score = recovered(classifier_scores(folded, self.held.queries), self.held).mean((1, 2, 3)).tolist()
         logits = folded.logits(self.held.queries.reshape(len(self.places), -1, self.held.queries.shape[-1]))

@@ -142,7 +142,7 @@ def _newton(traces: Sequence[Sequence[Tensor]]) -> tuple[float, float]:
 
 
 def _began(traces: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
-    """This scale, with the offset by which the slots weigh what they truly do, in the mean of logarithms."""
+    """Return this scale, with the offset by which the slots weigh what they truly do, in the mean of logarithms."""
     lacking = []
     for estimates, sizes, weights in traces:
         near = weights[:, -1].clamp(TINY, 1 - TINY)

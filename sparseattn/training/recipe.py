@@ -136,5 +136,5 @@ class Recipe:
 
 
 def bucket_stream(*place: int | str) -> torch.Generator:
-    """A random stream of training, keyed by where it is used (see `sparseattn.utils.hashing.stream`)."""
+    """Return a random stream of training, keyed by where it is used (see `sparseattn.utils.hashing.stream`)."""
     return stream("saap", *place)

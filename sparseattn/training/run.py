@@ -233,7 +233,7 @@ def _centroids(
 
 
 def _assembled(prompts: Prompts, recipe: Recipe, folder: Partial) -> Artefact:
-    """The artefact of all finished heads."""
+    """Return the artefact of all finished heads."""
     layers, figures = {}, []
     for index, shape in prompts.shapes.items():
         read = [folder.read(folder.finished(index, head)) for head in range(shape.heads)]

@@ -85,7 +85,7 @@ def _output(out: Path) -> Path:
 
 
 def _origin(prompts: Prompts, queries: Sequence[int]) -> dict[str, Any]:
-    """What a similarity of these prompts was made from, `queries` of each."""
+    """Return what a similarity of these prompts was made from, `queries` of each."""
     shape = next(iter(prompts.shapes.values()))
     return {
         "model": prompts.model,

@@ -88,7 +88,8 @@ def held(
 def held_of(
     prompts: Prompts, index: int, heads: Sequence[int], centroids: Tensor, recipe: Recipe, device: torch.device
 ) -> Held:
-    """The held-out tokens of `heads`, of all held-out prompts, with the heads in front (`rows`: the same for all)."""
+    """Return the held-out tokens of `heads`, of all held-out prompts, with the heads in front (`rows`: the same for
+    all)."""
     limit = quota(HELD_TOKENS, len(prompts.held_out))
     shape = prompts.shapes[index]
     parts: list[list[Held]] = [[] for _ in heads]

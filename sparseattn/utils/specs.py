@@ -146,7 +146,7 @@ class Registry(MutableMapping[str, type[Kind]], Generic[Kind]):
         return self._class_of(imported, name)
 
     def _class_of(self, module: ModuleType, name: str) -> type[Kind]:
-        """The class that `module:Class` names; ValueError for none of this kind, or one that lacks a part."""
+        """Return the class that `module:Class` names; ValueError for none of this kind, or one that lacks a part."""
         attribute = name.partition(":")[2]
         kinds = [one for one, held in vars(module).items() if inspect.isclass(held) and issubclass(held, self.kind)]
         own = [one for one in kinds if vars(module)[one].__module__ == name.partition(":")[0]]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Mass, Recent, Selection, Selector, decode
-from sparseattn.cache.input_checks import compactable, keepable
+from sparseattn.cache.input_checks import check_compactable, check_codec
 from sparseattn.cache.shown_rows import unit_of
 from sparseattn.codecs.base import RowCodec
 from sparseattn.codecs.registry import as_codec, make_codec
@@ -352,7 +352,7 @@ def takes(selector: Selector, size: int) -> bool:
 def keeps(selector: Selector, codec: RowCodec) -> bool:
     """Whether a codec may keep the cache's sealed rows."""
     try:
-        keepable(selector, codec, fixed=False)
+        check_codec(selector, codec, fixed=False)
     except ValueError:
         return False
     return True
@@ -361,7 +361,7 @@ def keeps(selector: Selector, codec: RowCodec) -> bool:
 def compacts(cache: KVCache) -> bool:
     """Whether dropped rows can be freed."""
     try:
-        compactable(cache.selector, cache.fixed, cache.codec)
+        check_compactable(cache.selector, cache.fixed, cache.codec)
     except ValueError:
         return False
     return True

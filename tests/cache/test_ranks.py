@@ -28,7 +28,7 @@ def allowed(case: Case, exact: bool) -> bool:
     if missing(case) is not None:
         return False
     try:
-        rank_checks.dealable(selector := case.make())
+        rank_checks.check_dealable(selector := case.make())
         if exact:
             require_scores(selector)
     except ValueError:

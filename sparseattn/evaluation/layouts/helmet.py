@@ -109,7 +109,7 @@ def reader(setup: Setup, published: Templates) -> Reader:
 
 
 def _json_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of `json_kv` fills its template with; its examples are its own first pairs."""
+    """Return what a line of `json_kv` fills its template with; its examples are its own first pairs."""
     shown = fields.get("demos")
     pairs = [pair for pair in shown if isinstance(pair, list) and len(pair) == 2] if isinstance(shown, list) else []
     if len(pairs) < helmet_demos.SHOTS:
@@ -119,7 +119,7 @@ def _json_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ruler(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of RULER's tasks in HELMET's form fills its template with."""
+    """Return what a line of RULER's tasks in HELMET's form fills its template with."""
     example = fields.get("example") or ""
     asked = fields.get("query", fields.get("question", ""))
     right = answers(fields, "answer", "outputs")
@@ -141,7 +141,7 @@ def _example(
     chat: bool,
     facts: Mapping[str, Any],
 ) -> Example:
-    """The example of a line whose template is filled with `filled`, of which `right` are the answers."""
+    """Return the example of a line whose template is filled with `filled`, of which `right` are the answers."""
     try:
         user, begun = (one.format(**{**filled, "context": HOLE}) for one in templates)
     except (KeyError, TypeError) as error:

@@ -41,7 +41,7 @@ HOLE = "\0context\0"  # stands for the context while a template is filled
 
 
 def _values(task: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """What a template of the task is filled with, besides the context."""
+    """Return what a template of the task is filled with, besides the context."""
     asked = optional_text(fields, "input")
     if task in CHOICES:
         options = texts(fields, "options", 4)
@@ -130,7 +130,7 @@ def _open(setup: Setup) -> Reader:
 
 
 def _flat(label: Any) -> list[Any]:
-    """The entries of a label, however deep its lists are."""
+    """Return the entries of a label, however deep its lists are."""
     return [one for item in label for one in _flat(item)] if isinstance(label, (list, tuple)) else [label]
 
 

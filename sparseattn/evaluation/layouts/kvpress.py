@@ -48,7 +48,7 @@ def data_set(given: str | None, fields: Mapping[str, Any]) -> str:
 
 
 def _metric(name: str, fields: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """The task of a line, its metric and what that looks at."""
+    """Return the task of a line, its metric and what that looks at."""
     if name == LONGBENCH2:
         return "", "kvpress/longbench2/accuracy", {}
     task = text(fields, "task")

@@ -18,7 +18,7 @@ DIGITS = 5  # to which its code rounds a ranking's score
 
 
 def parsed(response: str, begun: str = "Answer:") -> str:
-    """What stands behind the first `begun` up to the line's end, or the first line where there is none."""
+    """Return what stands behind the first `begun` up to the line's end, or the first line where there is none."""
     found = re.search(f"(?:{begun})(.*)(?:\n|$)", response, re.IGNORECASE) or re.search("^(.*)(?:\n|$)", response)
     if found is None:
         return response
@@ -33,13 +33,13 @@ def substring_match(response: str, answers: Sequence[str], reference: Mapping[st
 
 
 def ruler_recall(response: str, answers: Sequence[str], reference: Mapping[str, Any]) -> float:
-    """The share of the answers that a response holds, upper or lower case. `reference`: `begun`."""
+    """Return the share of the answers that a response holds, upper or lower case. `reference`: `begun`."""
     said = (reference["begun"] + response).lower()
     return sum(answer.lower() in said for answer in answers) / len(answers)
 
 
 def ranking(response: str) -> list[str]:
-    """The documents of a response's longest chain of numbers and ">", each once, best first."""
+    """Return the documents of a response's longest chain of numbers and ">", each once, best first."""
     text = re.sub(r"[\[\]:]", "", response).lower().replace("id", "")
     chains = [found[0] for found in re.finditer(r"(\d+)(?:\s*>\s*(\d+))*", text)]
     longest = max(chains, key=len, default="")

@@ -119,7 +119,7 @@ def longbook_sum_eng(response: str, label: Any) -> float:
 
 
 def math_calc(response: str, label: Any) -> float:
-    """The share of the label's numbers that the response has in its order from the first on."""
+    """Return the share of the label's numbers that the response has in its order from the first on."""
     wanted = label[0] if isinstance(label[0], list) else label
     said = [int(run) for run in re.findall("[0-9]+", response)]
     right = next((i for i, (a, b) in enumerate(zip(wanted, said, strict=False)) if a != b), min(len(wanted), len(said)))
@@ -129,7 +129,7 @@ def math_calc(response: str, label: Any) -> float:
 def by_label(
     metric: Callable[[str, Any], float], response: str, answers: Sequence[str], reference: Mapping[str, Any]
 ) -> float:
-    """The score against `reference["label"]`."""
+    """Return the score against `reference["label"]`."""
     return metric(response, reference["label"])
 
 

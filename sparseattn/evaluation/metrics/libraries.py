@@ -16,7 +16,7 @@ def needed(package: str) -> ImportError:
 
 @functools.cache
 def rouge() -> Any:
-    """The scorer of the package `rouge`, whose ROUGE-L is over sentences that end with a full stop."""
+    """Return the scorer of the package `rouge`, whose ROUGE-L is over sentences that end with a full stop."""
     try:
         from rouge import Rouge
     except ImportError as error:
@@ -26,7 +26,7 @@ def rouge() -> Any:
 
 @functools.cache
 def rouge_scorer(name: str, stemmer: bool) -> Any:
-    """The scorer of Google's package `rouge_score`, for "rougeL" or "rougeLsum"."""
+    """Return the scorer of Google's package `rouge_score`, for "rougeL" or "rougeLsum"."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -36,7 +36,7 @@ def rouge_scorer(name: str, stemmer: bool) -> Any:
 
 @functools.cache
 def jieba() -> Any:
-    """The module that cuts Chinese text into words."""
+    """Return the module that cuts Chinese text into words."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is old: escapes in its texts, and pkg_resources
@@ -52,5 +52,5 @@ def jieba() -> Any:
 
 
 def chinese_words(text: str) -> list[str]:
-    """The words of a Chinese text by `jieba`, without punctuation."""
+    """Return the words of a Chinese text by `jieba`, without punctuation."""
     return [bare for word in jieba().cut(text, cut_all=False) if (bare := chinese_text(word))]

@@ -40,7 +40,7 @@ def rouge_l_zh(response: str, answer: str) -> float:
 
 
 def count(response: str, answer: str) -> float:
-    """The share of a response's numbers that are the answer."""
+    """Return the share of a response's numbers that are the answer."""
     numbers = re.findall(r"\d+", response)
     return sum(number == answer for number in numbers) / len(numbers) if numbers else 0.0
 
@@ -91,7 +91,7 @@ def best(
     reference: Mapping[str, Any],
     bare: bool = False,
 ) -> float:
-    """The best score over the answers.
+    """Return the best score over the answers.
 
     Args:
         metric: of a response and one answer.

@@ -10,7 +10,8 @@ SAYS = "The correct answer is "
 
 
 def letter(response: str) -> str | None:
-    """The letter in "The correct answer is (X)", or without brackets where no such letter has them; None: neither."""
+    """Return the letter in "The correct answer is (X)", or without brackets where no such letter has them; None:
+    neither."""
     plain = response.replace("*", "")
     found = re.search(rf"{SAYS}\(([A-D])\)", plain) or re.search(rf"{SAYS}([A-D])", plain)
     return found[1] if found else None

@@ -52,7 +52,7 @@ LIBRARIES: dict[str, Sequence[Callable[[], Any]]] = {
 
 
 def metric_score(name: str, response: str, answers: Sequence[str], reference: Mapping[str, Any]) -> float:
-    """The score of a response.
+    """Return the score of a response.
 
     Args:
         name: in `METRICS`.

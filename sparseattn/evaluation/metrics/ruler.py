@@ -10,7 +10,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def every(response: str, answers: Sequence[str], reference: Mapping[str, Any]) -> float:
-    """The share of the answers that a response holds, within longer words too.
+    """Return the share of the answers that a response holds, within longer words too.
 
     `reference` may have `control`: what control characters become, "\\n" as in RULER's `evaluate.py`.
     """

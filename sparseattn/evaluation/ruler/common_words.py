@@ -60,7 +60,7 @@ class CommonWords:
         return RulerPrompt(head + context, ask + lead, lead, tuple(answers), n)
 
     def _listed(self, n: int, often: int, seldom: int) -> tuple[str, list[str]]:
-        """A numbered list, and the words that are `often` in it."""
+        """Return a numbered list, and the words that are `often` in it."""
         source = self.words if n <= len(self.words) else self.more
         if n > len(source):
             raise ValueError(

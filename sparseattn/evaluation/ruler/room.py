@@ -64,7 +64,7 @@ class Room:
         return self.count(drawn.context) + self.count(drawn.question)
 
     def too_short(self, tokens: int | None = None) -> ValueError:
-        """The error of a length that holds no prompt; `tokens` of one as short as they come."""
+        """Return the error of a length that holds no prompt; `tokens` of one as short as they come."""
         needed = "" if tokens is None else f": the shortest take about {tokens + self.answer + self.spare}"
         return ValueError(
             f"no prompt of {self.task} with {self.answer} tokens for its answer fits in a length of {self.length}"

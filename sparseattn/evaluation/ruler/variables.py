@@ -55,7 +55,7 @@ class Variables:
         return self._prompt(n, self._names(LETTERS), None)
 
     def _example(self, room: Room) -> RulerPrompt:
-        """The prompt of `EXAMPLE_TOKENS` tokens, its answer not counted, that is shown with its answer."""
+        """Return the prompt of `EXAMPLE_TOKENS` tokens, its answer not counted, that is shown with its answer."""
         small = replace(room, length=EXAMPLE_TOKENS, answer=0)
 
         def draw(n: int, sample: int = 0) -> RulerPrompt:
@@ -87,7 +87,7 @@ class Variables:
         return RulerPrompt(head + context, ask + lead, lead, tuple(names), n)
 
     def _renamed(self, example: str) -> str:
-        """The example with other variables and another value."""
+        """Return the example with other variables and another value."""
         for name in example.split()[-HOPS - 1 :]:
             example = example.replace(name, self._letters(len(name)))
         return example.replace(EXAMPLE_VALUE, str(self._values.randint(10_000, 99_999)))

@@ -91,7 +91,7 @@ class Names(Sequence[str]):
 
 
 def _related(adjectives: Sequence[str]) -> Iterator[list[str]]:
-    """The adjectives sorted by what they begin a name with, those that begin another's together."""
+    """Return the adjectives sorted by what they begin a name with, those that begin another's together."""
     group: list[str] = []
     for adjective in sorted(set(adjectives), key=lambda word: f"{word}-"):
         if group and f"{adjective}-".startswith(f"{group[0]}-"):

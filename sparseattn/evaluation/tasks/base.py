@@ -129,7 +129,7 @@ def draws(*place: int | str) -> random.Random:
 
 
 def fitting(build: Callable[[int], str], room: int, count: Count) -> int:
-    """The number of distractors with which a context fills `room` tokens; -1 where not even none fits."""
+    """Return the number of distractors with which a context fills `room` tokens; -1 where not even none fits."""
     low, low_tokens = 0, count(build(0))
     if low_tokens > room:
         return -1
@@ -151,7 +151,7 @@ def fitting(build: Callable[[int], str], room: int, count: Count) -> int:
 
 
 def cached(make: Callable[[], str]) -> Callable[[int], list[str]]:
-    """The first n of what `make` makes one after the other, as a function of n."""
+    """Return the first n of what `make` makes one after the other, as a function of n."""
     made: list[str] = []
 
     def first(n: int) -> list[str]:
@@ -182,7 +182,7 @@ def insert(distractors: list[str], needle: str, depth: float) -> list[str]:
 
 
 def digits(draw: random.Random, n: int) -> str:
-    """A number of n digits, the first not 0."""
+    """Return a number of n digits, the first not 0."""
     return str(draw.randrange(10 ** (n - 1), 10**n))
 
 

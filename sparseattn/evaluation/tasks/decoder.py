@@ -112,7 +112,7 @@ class ModelDecoder:
         return fingerprint(self.model.named_parameters())
 
     def read(self, tokens: Sequence[int]) -> Any:
-        """A dense prefill."""
+        """Return a dense prefill."""
         from sparseattn.models.prefill import Prefill
 
         return Prefill(self.model, self._ids(tokens), chunk=self.chunk, queries=self.queries)
@@ -125,7 +125,7 @@ class ModelDecoder:
         layers: Sequence[int] | None = None,
         codec: RowCodec | None = None,
     ) -> Any:
-        """The cache of one method behind a prefill and a `tail`, read densely too; its index is built.
+        """Return the cache of one method behind a prefill and a `tail`, read densely too; its index is built.
 
         `layers`: those that are sparse, of `sparse`; None: all of these. `codec`: keeps the sealed rows; None: they
         stay as they come.
@@ -150,12 +150,12 @@ class ModelDecoder:
         return cache
 
     def start(self, indexed: Any, budget: Budget) -> ModelSession:
-        """Decoding from a copy of `indexed`, which stays as it is; a model's own index goes by no budget."""
+        """Return decoding from a copy of `indexed`, which stays as it is; a model's own index goes by no budget."""
         own = budget is None and indexed.selector == NATIVE
         return ModelSession(self, indexed.clone() if own else indexed.clone(budget))
 
     def forward(self, cache: Any, tokens: Sequence[int], logits: int) -> Tensor:
-        """The logits `[n,V]` behind the last `logits` tokens, behind all of them for 0."""
+        """Return the logits `[n,V]` behind the last `logits` tokens, behind all of them for 0."""
         with torch.no_grad():
             out = self.model(
                 input_ids=self._ids(tokens), use_cache=True, logits_to_keep=logits, **cache_argument(cache)
@@ -175,7 +175,7 @@ class ModelSession:
         self._fed, self._held = 0, 0  # tokens fed; rows stored when each was, summed
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Feeds tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
+        """Feed tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
         logits = self._decoder.forward(self._cache, tokens, 0)
         n = len(tokens)
         self._fed += n

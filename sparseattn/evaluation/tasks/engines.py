@@ -18,7 +18,7 @@ class Pass(Protocol):
         """In the order of tables."""
 
     def measure(self, prompts: Iterable[Prompt], known: Collection[Key]) -> Generator[dict[str, Any], None, None]:
-        """The records of prompts that are not in `known`, as soon as each is there, in any order.
+        """Return the records of prompts that are not in `known`, as soon as each is there, in any order.
 
         It may read ahead in `prompts`, which are made as they are taken, but not keep all of them.
         """

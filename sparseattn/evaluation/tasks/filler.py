@@ -42,7 +42,7 @@ def made_up(draw: random.Random) -> Callable[[], str]:
 
 
 def from_text(text: str) -> Filler:
-    """A source of the sentences of `text`, in their order, from a random one on and around.
+    """Return a source of the sentences of `text`, in their order, from a random one on and around.
 
     Raises:
         ValueError: no sentence in it.

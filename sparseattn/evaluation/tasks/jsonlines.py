@@ -16,7 +16,7 @@ DIGITS = 4300  # of a whole number, Python's own limit: an answer may be long
 
 
 def json_object(line: str | bytes) -> dict[str, Any]:
-    """The object of a line.
+    """Return the object of a line.
 
     Raises:
         ValueError: in a sentence, without the file's name: no JSON, no object, a number of more than `DIGITS` digits,
@@ -43,7 +43,7 @@ def whole_lines(path: Path, take: Callable[[bytes, int], None]) -> bool:
 
 
 def append(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Appends a line and returns its object as it reads back; it is on the disk then.
+    """Append a line and return its object as it reads back; it is on the disk then.
 
     Raises:
         ValueError: a record that holds NaN or infinity, which could not be read again.

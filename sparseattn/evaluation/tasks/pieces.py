@@ -47,19 +47,20 @@ def normal(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    """`normal` text without the quotes, brackets, emphasis and marks of a sentence around it, if anything is left."""
+    """Return `normal` text without the quotes, brackets, emphasis and marks of a sentence around it, if anything is
+    left."""
     return _AROUND.sub("", normal(text)) or normal(text)
 
 
 def pieces(text: str) -> list[str]:
-    """The words, numbers and other characters of a text; equal numbers are equal strings."""
+    """Return the words, numbers and other characters of a text; equal numbers are equal strings."""
     text = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), normal(text))
     text = _MINUS_MONEY.sub(r"\1-", text).replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
     return [_value(match["number"]) if match["number"] else match[0] for match in _PIECE.finditer(text)]
 
 
 def spaced(text: str) -> str:
-    """The text with spaces around every character of Chinese and Japanese, and without their marks."""
+    """Return the text with spaces around every character of Chinese and Japanese, and without their marks."""
     return _SINGLE_ONE.sub(r" \g<0> ", _EAST_MARKS.sub(" ", text))
 
 

@@ -35,7 +35,7 @@ class Prompt:
 
     @classmethod
     def of(cls, example: Example, tokens: Tokens, limit: int | None = None) -> Prompt:
-        """The prompt of an example; `limit` None: its own, or twice the tokens of the answers and 8."""
+        """Return the prompt of an example; `limit` None: its own, or twice the tokens of the answers and 8."""
         context, question = tokens.parts(example)
         limit = limit or example.limit or 2 * tokens.count(example.target) + 8
         return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
@@ -101,7 +101,7 @@ class Prompt:
         return asked if self.example is not None else (FORCED,)
 
     def keys(self, asked: Sequence[str], methods: Sequence[Compared]) -> list[Key]:
-        """The keys of its records, in the order in which `measure` makes them."""
+        """Return the keys of its records, in the order in which `measure` makes them."""
         name = (self.facts["task"], self.hash)
         return [
             (*name, protocol, method.label, method.written, method.source, method.where)
@@ -110,7 +110,7 @@ class Prompt:
         ]
 
     def record(self, key: Key, *parts: Mapping[str, Any]) -> dict[str, Any]:
-        """The record of one of its `keys`, with what was found."""
+        """Return the record of one of its `keys`, with what was found."""
         made = {**self.facts, **dict(zip(KEY, key, strict=True)), "prompt_tokens": self.tokens}
         for part in parts:
             made |= part

@@ -130,7 +130,7 @@ class Records:
             self._in_parts.append(key)
 
     def add(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Appends a record and returns it as it reads back; it is on the disk then.
+        """Append a record and return it as it reads back; it is on the disk then.
 
         Raises:
             ValueError: it could not be read again (see `check_record`): a model that answers NaN has no perplexity.

@@ -25,7 +25,7 @@ def example(
     filler: Filler = made_up,
     spare: int = 0,
 ) -> Example:
-    """A prompt of `length` tokens less at most one distractor (a sentence, a record, a word).
+    """Return a prompt of `length` tokens less at most one distractor (a sentence, a record, a word).
 
     The same arguments give the same prompt; another task, length, depth or seed gives one that shares nothing with it.
 

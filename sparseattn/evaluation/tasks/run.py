@@ -74,17 +74,17 @@ class Session(Protocol):
     """One method behind a prefill, decoding. It does not change what other sessions of the prefill read."""
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Feeds tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
+        """Feed tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
 
     def facts(self) -> dict[str, Any]:
-        """What the tokens so far cost, for the record: `rows` attended among them."""
+        """Return what the tokens so far cost, for the record: `rows` attended among them."""
 
 
 class Decoder(Protocol):
     """A model that reads prompts densely and goes on by any method, such as `decoder.ModelDecoder`."""
 
     def read(self, tokens: Sequence[int]) -> Any:
-        """A dense prefill of a fresh prompt, 1 token or more."""
+        """Return a dense prefill of a fresh prompt, 1 token or more."""
 
     def index(
         self,
@@ -94,13 +94,13 @@ class Decoder(Protocol):
         layers: Sequence[int] | None = None,
         codec: RowCodec | None = None,
     ) -> Any:
-        """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too.
+        """Return what a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too.
 
         `layers`: those that are to be sparse; None: all that can. `codec`: keeps their sealed rows; None: as they come.
         """
 
     def start(self, indexed: Any, budget: Budget) -> Session:
-        """A session behind what `index` gave, which stays as it is."""
+        """Return a session behind what `index` gave, which stays as it is."""
 
 
 def measure(
@@ -112,7 +112,7 @@ def measure(
     known: Collection[Key] = (),
     ends: Collection[int] = (),
 ) -> Iterator[dict[str, Any]]:
-    """A record for every protocol and method, but for those in `known`; the prompt is read once, if at all.
+    """Return a record for every protocol and method, but for those in `known`; the prompt is read once, if at all.
 
     Args:
         prompt: what to read and ask.
@@ -200,12 +200,13 @@ def line_ended(response: str) -> bool:
 
 
 def ending(example: Example) -> Callable[[str], bool]:
-    """What says whether a response so far is whole: `line_ended`, or nothing where a benchmark lets responses go on."""
+    """Return what says whether a response so far is whole: `line_ended`, or nothing where a benchmark lets responses go
+    on."""
     return line_ended if example.one_line else lambda response: False
 
 
 def scored(example: Example, response: str) -> dict[str, Any]:
-    """A response and its scores, for a record."""
+    """Return a response and its scores, for a record."""
     if example.scoring in METRICS:
         value = metric_score(example.scoring, response, example.answers, example.reference)
     else:

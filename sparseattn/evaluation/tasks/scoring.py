@@ -29,7 +29,7 @@ EDITION = 2  # of the formulas here: what was scored by another is not compared 
 
 
 def score(scoring: str, response: str, answers: Sequence[str], others: Sequence[str] = ()) -> float:
-    """The score of a response by one of `SCORINGS`.
+    """Return the score of a response by one of `SCORINGS`.
 
     Args:
         scoring: its name.
@@ -60,7 +60,7 @@ def ruler(scoring: str, response: str, answers: Sequence[str]) -> float | None:
 
 
 def first_line(response: str) -> str:
-    """The first line that holds text."""
+    """Return the first line that holds text."""
     return response.strip().partition("\n")[0]
 
 

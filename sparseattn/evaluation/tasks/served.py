@@ -83,14 +83,14 @@ class Asked:
                     yield self._record(asked.pop(future), answer)
 
     def _counted(self) -> Activity | None:
-        """What the server has counted so far; None where it is no server of `sparseattn serve`."""
+        """Return what the server has counted so far; None where it is no server of `sparseattn serve`."""
         try:
             return served_activity(self.server.url)
         except MetricsError:
             return None
 
     def _ran(self) -> dict[str, Any] | None:
-        """What the server has done since the pass began, whoever asked it, as records have it."""
+        """Return what the server has done since the pass began, whoever asked it, as records have it."""
         now = None if self._before is None else self._counted()
         return None if self._before is None or now is None else (now - self._before).to_dict()
 
@@ -123,7 +123,7 @@ class Asked:
 
 
 def whole_line(text: str) -> str:
-    """A text as far as its first line that holds something, and that line's end."""
+    """Return a text as far as its first line that holds something, and that line's end."""
     found = re.match(r"\s*[^\n]*\n?", text)
     assert found is not None
     return found[0]

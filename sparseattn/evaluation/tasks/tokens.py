@@ -46,7 +46,7 @@ class Tokens:
         return len(self.before) + len(self.after)
 
     def parts(self, example: Example) -> tuple[list[int], list[int]]:
-        """The tokens of a context, with what stands before any text, and those of its question.
+        """Return the tokens of a context, with what stands before any text, and those of its question.
 
         In a chat template the question ends the user's turn, and the beginning of an answer is the model's own
         beginning of its turn: there a model goes on with it, in the user's turn it would begin anew.
@@ -62,7 +62,7 @@ class Tokens:
         return [*before, *context], [*self.ids(turn.user), *after, *self.ids(turn.begun)]
 
     def _around(self, turn: Chat) -> tuple[list[int], list[int]]:
-        """The tokens before and behind the last turn of a conversation."""
+        """Return the tokens before and behind the last turn of a conversation."""
         said = [{"role": role, "content": content} for role, content in (*turn.before, ("user", MARK))]
         try:
             text = str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
@@ -72,7 +72,7 @@ class Tokens:
         return self.ids(before), self.ids(after)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, without any that mark its beginning or end."""
+        """Return the tokens of a text, without any that mark its beginning or end."""
         if self.tokenizer is None:
             return list(text.encode())
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -81,7 +81,7 @@ class Tokens:
         return len(self.ids(text))
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of generated tokens; broken UTF-8 shows as U+FFFD."""
+        """Return the text of generated tokens; broken UTF-8 shows as U+FFFD."""
         if self.tokenizer is None:
             return bytes(ids).decode(errors="replace")
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -12,7 +12,7 @@ FREE, ASKED = -1, 0  # of a piece: part of no known value, of an answer; 1 and u
 
 
 def unasked(response: str, answers: Sequence[str], others: Sequence[str] = ()) -> set[str]:
-    """The distinct values of a response that are none of `answers`.
+    """Return the distinct values of a response that are none of `answers`.
 
     Those are, besides `others` wherever they stand:
 
@@ -51,7 +51,7 @@ def _separates(piece: tuple[str, int]) -> bool:
 
 
 def _marks(held: Sequence[str], answers: Sequence[str], others: Sequence[str]) -> list[int]:
-    """What each piece of a response is part of; the longer value where two overlap."""
+    """Return what each piece of a response is part of; the longer value where two overlap."""
     marks = [FREE] * len(held)
     values = [(pieces(bare(value)), ASKED) for value in answers]
     values += [(pieces(bare(value)), number) for number, value in enumerate(others, 1)]
@@ -74,7 +74,7 @@ def _numbers(held: Sequence[str], marks: Sequence[int]) -> set[str]:
 
 
 def _item(item: Sequence[tuple[str, int]], longest: int, numbers: bool) -> set[str]:
-    """The values of one item of a list that stand in neither answers nor others."""
+    """Return the values of one item of a list that stand in neither answers nor others."""
     words = [(piece, mark) for piece, mark in item if is_word(piece) and (numbers or not is_number(piece))]
     free = [piece for piece, mark in words if mark == FREE]
     if all(mark == FREE for _, mark in words):

@@ -12,7 +12,8 @@ from sparseattn.core.selection import Bounds, Selection
 
 
 def check(store: Tensor, batch: int, bounds: Bounds | None, table: Tensor) -> None:
-    """A block table `[B,M]` fits the store `[blocks,H,block_size,D]`; else ValueError. Entries on the CPU only."""
+    """Check that a block table `[B,M]` fits the store `[blocks,H,block_size,D]`; else ValueError. Entries on the CPU
+    only."""
     if table.ndim != 2 or table.shape[0] != batch or table.dtype != torch.int32 or table.device != store.device:
         raise ValueError(
             f"a block table is int32 [B,blocks of a sequence] with B = {batch} on {store.device}, got {table.dtype} "
@@ -50,7 +51,7 @@ def take(store: Tensor, table: Tensor, row: Tensor) -> Tensor:
 def compact(
     keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, table: Tensor
 ) -> tuple[Tensor, Tensor, Selection, Bounds]:
-    """Copies the rows that are named, and no others, out of a paged store: the same attention over rows in place.
+    """Copy the rows that are named, and no others, out of a paged store: the same attention over rows in place.
 
     Returns:
         keys, values `[B,H,N',D]` as `sink | selected, a span a slot | recent`, and the selection and bounds of them.

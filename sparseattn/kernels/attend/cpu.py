@@ -177,11 +177,11 @@ def attend(
 
 @functools.cache
 def _own_blocks(batch: int) -> Any:
-    """The block table `[B,1]` of keys that are no paged store: each sequence is one block."""
+    """Return the block table `[B,1]` of keys that are no paged store: each sequence is one block."""
     return np.arange(batch, dtype=np.int32)[:, None]
 
 
 @functools.cache
 def no_bias(lists: int) -> Any:
-    """What stands for no bias: an array of the same type, so that one compiled form serves both."""
+    """Return what stands for no bias: an array of the same type, so that one compiled form serves both."""
     return np.empty((lists, 0), np.float32)

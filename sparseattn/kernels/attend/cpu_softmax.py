@@ -17,7 +17,7 @@ AHEAD = 16  # rows between one that is summed and one whose lines are asked for
 
 @njit(fastmath=set(FAST))
 def _sum4(acc, a, rows, at, t, weights, w, size):
-    """Adds four weighted rows to the sums of one query head."""
+    """Add four weighted rows to the sums of one query head."""
     first, second, third, fourth = at[t], at[t + 1], at[t + 2], at[t + 3]
     w0, w1, w2, w3 = weights[w], weights[w + 1], weights[w + 2], weights[w + 3]
     for d in range(size):
@@ -28,7 +28,7 @@ def _sum4(acc, a, rows, at, t, weights, w, size):
 
 @njit(fastmath=set(FAST))
 def _sum4x4(acc, a, rows, at, t, weights, w, size):
-    """Adds four weighted rows to the sums of four query heads: each row is widened once, each sum stored once."""
+    """Add four weighted rows to the sums of four query heads: each row is widened once, each sum stored once."""
     first, second, third, fourth = at[t], at[t + 1], at[t + 2], at[t + 3]
     a0, a1, a2, a3 = weights[w], weights[w + 1], weights[w + 2], weights[w + 3]
     w += TILE
@@ -120,7 +120,7 @@ def add_rows(queries, keys, values, added, weights, sums):
 
 @njit(fastmath=set(FAST))
 def join_parts(acc, peak, total, g, out, lse):
-    """Joins the parts `acc` `[splits,share*D]` of query head g into `out` `[share,D]` and `lse` `[share]`."""
+    """Join the parts `acc` `[splits,share*D]` of query head g into `out` `[share,D]` and `lse` `[share]`."""
     splits, size = acc.shape[0], out.shape[1]
     highest, whole = np.float32(-np.inf), np.float32(0)
     for split in range(splits):

@@ -239,7 +239,7 @@ def tuned(tile: Tile) -> Iterator[None]:
 
 
 def tile_of(itemsize: int, size: int) -> Tile:
-    """The table's line for elements of `itemsize` bytes and a head size."""
+    """Return the table's line for elements of `itemsize` bytes and a head size."""
     return TILES[itemsize, _padded(size)]
 
 

@@ -64,7 +64,8 @@ def weights(
 def _softmax(
     query: Tensor, keys: Tensor, selection: Selection, bounds: Bounds, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights `[B,H,G,N]` of every row, their lse `[B,H,G]`, and which rows are read, `[B,H,Hs/H,N]` bool."""
+    """Return the weights `[B,H,G,N]` of every row, their lse `[B,H,G]`, and which rows are read, `[B,H,Hs/H,N]`
+    bool."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     reads = named(selection, bounds, keys.shape[1], keys.shape[2])  # [B,H,Hs/H,N]
     logits = query.to(wide) @ keys.to(wide).mT * scale  # [B,H,G,N]

@@ -29,7 +29,7 @@ from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 @intrinsic
 def _few(typing, array, place, shift, last):
-    """The bits `last` of the byte at `place` of a flat uint8 array, from bit `shift` on, as float32."""
+    """Return the bits `last` of the byte at `place` of a flat uint8 array, from bit `shift` on, as float32."""
 
     def code(context, builder, signature, arguments):
         data = context.make_array(array)(context, builder, arguments[0]).data
@@ -52,7 +52,7 @@ def _widened(levels, at, out, size):
 
 @njit(fastmath=set(FAST))
 def _key(codes, at, levels, out, to, size, bits):
-    """Reads a key back into `out[to:]`; levels: float32, low then step."""
+    """Read a key back into `out[to:]`; levels: float32, low then step."""
     if bits == 8:
         for d in range(size):
             put(out, to + d, read(levels, d) + read(levels, size + d) * read(codes, at + d))
@@ -67,7 +67,7 @@ def _key(codes, at, levels, out, to, size, bits):
 
 @njit(fastmath=set(FAST))
 def _value(codes, at, levels, level_at, out, to, form):
-    """Reads a value back into `out[to:]`; levels: the lows of its groups of channels from `level_at` on, then their
+    """Read a value back into `out[to:]`; levels: the lows of its groups of channels from `level_at` on, then their
     steps; form: channels, bits, and groups."""
     size, bits, groups = form
     wide, last = (size * bits + 7) // 8, (1 << bits) - 1

@@ -171,7 +171,7 @@ TILES_OF_BITS = {
 
 
 def tile_of(itemsize: int, size: int, bits: int) -> Tile:
-    """The tables' line for a query of `itemsize` bytes a number, a head size and the bits of codes."""
+    """Return the tables' line for a query of `itemsize` bytes a number, a head size and the bits of codes."""
     padded = max(16, triton.next_power_of_2(size))
     return TILES_OF_BITS.get((itemsize, padded, bits)) or TILES[itemsize, padded]
 

@@ -133,7 +133,7 @@ def width(size: int, bits: int) -> int:
 
 
 def encode(keys: Tensor, values: Tensor, bits: int, group: int) -> CodedRows:
-    """Rounds rows to `bits` bits.
+    """Round rows to `bits` bits.
 
     Args:
         keys, values: `[B,H,n,D]`, n a multiple of `group`; finite.
@@ -198,7 +198,7 @@ def read_rows(held: Tensor, levels: Tensor, bits: int, size: int, channels: int 
 
 
 def _by_channel(levels: Tensor, size: int, channels: int = CHANNELS) -> Tensor:
-    """A row's levels `[...,2,C]` as `[...,2,D]`."""
+    """Return a row's levels `[...,2,C]` as `[...,2,D]`."""
     return levels.repeat_interleave(channels, -1)[..., :size]
 
 
@@ -209,7 +209,7 @@ def between(codes: Tensor, levels: Tensor) -> Tensor:
 
 
 def attend(query: Tensor, rows: CodedRows, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
-    """The specification: the named rows are read back, the rest is a softmax."""
+    """Return the specification: the named rows are read back, the rest is a softmax."""
     return attend_read(query, rows.taken, rows.keys.shape[2], selection, scale)
 
 

@@ -37,7 +37,7 @@ def _widened(builder, pointer, number):
 
 
 def _halves(builder, pointer):
-    """The first and the second numbers of 16 pairs of bfloat16, as floats."""
+    """Return the first and the second numbers of 16 pairs of bfloat16, as floats."""
     held = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=2)
     first = builder.shl(held, every(WORDS, 16))
     second = builder.and_(held, every(WORDS, 0xFFFF0000))
@@ -115,7 +115,7 @@ def _logits(typing, pairs, tiles, served, cache, at, step, size, asked, a, out, 
 
 @intrinsic(prefer_literal=True)
 def _values(typing, pairs, tiles, served, cache, at, step, rows, weights, w, wide, acc, a, size):
-    """Adds `rows` rows' values, weighted by `weights[w + k * wide:]`, to `tiles` (1 or 2) times 16 channels of `served`
+    """Add `rows` rows' values, weighted by `weights[w + k * wide:]`, to `tiles` (1 or 2) times 16 channels of `served`
     sums `acc[a + k * size:]`. Values begin at `cache[at:]`. In columns a row is `step` from the next; in pairs, 16
     channels are `step` from the next."""
     if not (isinstance(tiles, types.IntegerLiteral) and isinstance(pairs, types.BooleanLiteral)):
@@ -218,7 +218,7 @@ def _page_logits(paired, keys, queries, outs):
 
 @njit
 def _page_values(paired, values, weighed, sums):
-    """Adds a page's weighted values to the sums of some queries.
+    """Add a page's weighted values to the sums of some queries.
 
     values: flat, the place of the page's first, rows of a block, and rows to add; weighed: weights flat, the place of
     the first query's, and the step to the next; sums: flat, their size, and how many.
@@ -255,7 +255,7 @@ def _ask_for_keys(paired, cache, key, block, size, page):
 
 @njit
 def _ask_for_values(paired, cache, value, block, size, page):
-    """The same for its values."""
+    """Return the same for its values."""
     line = LINE // cache.itemsize
     if paired:
         for d in range(0, size, LANES):

@@ -140,9 +140,9 @@ def _rows_part(paired, queries, blocks, form, listed, sums):
 
 @entry(parallel=True, cache=True, nogil=True)
 def _attend_rows(queries, blocks, form, paired, tables, ids, listed, sums, outs):
-    """queries, blocks, outs: see `cpu._attend`; form: rows of a block and of a tile, and tiles of an entry; tables:
-    always, tails, table and tokens; ids: `[R*Hs,S]`; listed: marks `[R*Hs,E*per]` of zeros, places and masks `[R*Hs,T]`
-    and counts `[R*Hs]`, to be filled; sums: see `cpu._attend`."""
+    """Attend to rows of blocks; queries, blocks, outs: see `cpu._attend`; form: rows of a block and of a tile, and
+    tiles of an entry; tables: always, tails, table and tokens; ids: `[R*Hs,S]`; listed: marks `[R*Hs,E*per]` of zeros,
+    places and masks `[R*Hs,T]` and counts `[R*Hs]`, to be filled; sums: see `cpu._attend`."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads), (out, out_step) = (
         queries,
         blocks,

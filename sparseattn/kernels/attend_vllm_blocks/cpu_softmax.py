@@ -20,8 +20,8 @@ from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, WORD, every, 
 
 @intrinsic
 def exponentials(typing, numbers, at, count, highest):
-    """Replaces `numbers[at:at + count]`, `count` a multiple of 16, by 2 to their distance from `highest`, which is
-    none of them above; returns the sum."""
+    """Replace `numbers[at:at + count]`, `count` a multiple of 16, by 2 to their distance from `highest`, which is none
+    of them above; return the sum."""
 
     def code(context, builder, signature, arguments):
         numbers_, at_, count_, highest_ = arguments
@@ -46,7 +46,7 @@ def exponentials(typing, numbers, at, count, highest):
 
 @intrinsic
 def peak_of(typing, numbers, at, count):
-    """The largest of `numbers[at:at + count]`, `count` a multiple of 16."""
+    """Return the largest of `numbers[at:at + count]`, `count` a multiple of 16."""
 
     def code(context, builder, signature, arguments):
         numbers_, at_, count_ = arguments
@@ -86,7 +86,7 @@ def _store(typing, array, place, number):
 
 @njit(fastmath=set(FAST))
 def join(acc, peak, total, k, size, out, o):
-    """Joins the parts of query head k, acc `[splits,share*D]`, into `out[o:]`; 0 where there is no row."""
+    """Join the parts of query head k, acc `[splits,share*D]`, into `out[o:]`; 0 where there is no row."""
     splits = acc.shape[0]
     highest, whole = np.float32(-np.inf), np.float32(0)
     for split in range(splits):

@@ -36,7 +36,7 @@ def _tables(rows, blocks, sizes, first, window, table, always, tails):
 def tables(
     rows: Any, blocks: Any, page: int, unit: int, block: int, first: int, window: int, most: int, recent: int
 ) -> tuple[Any, Any, Any]:
-    """What sequences may choose from and what they always read, for `attend`: table, always and tails, of numpy.
+    """Return what sequences may choose from and what they always read, for `attend`: table, always and tails, of numpy.
 
     Args:
         rows: `[R]` int32 of each sequence, and

@@ -15,7 +15,8 @@ from sparseattn.kernels.numba_rows import storage_of
 
 @njit
 def _cut(ids, edges, at, step, segments, span, budget, start, length):
-    """The spans of the buckets `ids` `[P]` of one head; edges: flat from `at` on, `step` from segment to segment."""
+    """Return the spans of the buckets `ids` `[P]` of one head; edges: flat from `at` on, `step` from segment to
+    segment."""
     slot, slots = 0, start.shape[0]
     for i in range(ids.shape[0]):
         for r in range(segments):

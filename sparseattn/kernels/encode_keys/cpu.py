@@ -90,7 +90,7 @@ def extremes(keys: Tensor, rows: int, levels: str) -> tuple[Tensor, Tensor]:
 
 @intrinsic
 def _byte(typing, number):
-    """A float32 from 0 to 255 rounded to an integer, to even where two are as near."""
+    """Return a float32 from 0 to 255 rounded to an integer, to even where two are as near."""
 
     def code(context, builder, signature, arguments):
         moved = builder.fadd(arguments[0], ir.Constant(FLOAT, MAGIC))

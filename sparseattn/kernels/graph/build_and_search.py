@@ -269,7 +269,8 @@ def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fi
 
 @entry(parallel=True, cache=True)
 def stitch(adjacency, total, chunks):  # type: ignore[no-untyped-def]
-    """The lists of keys without queries in them: each query gives its place, and free ones, to keys of its own list.
+    """Return the lists of keys without queries in them: each query gives its place, and free ones, to keys of its own
+    list.
 
     Args:
         adjacency: `[N+Q,W]` int32, the first `total` rows of it keys, the others queries.
@@ -328,7 +329,7 @@ def by_target(source, target, total):  # type: ignore[no-untyped-def]
 
 @entry(cache=True)
 def attach(adjacency, parent, queue, filled):  # type: ignore[no-untyped-def]
-    """Extends the tree over every key; where no edge leads to one, an edge that the tree does not use makes room.
+    """Extend the tree over every key; where no edge leads to one, an edge that the tree does not use makes room.
 
     `queue` `[N]` int32 holds `filled` attached keys, 1 or more, whose edges are to be followed.
     """
@@ -374,7 +375,8 @@ def attach(adjacency, parent, queue, filled):  # type: ignore[no-untyped-def]
 
 @njit
 def _room(adjacency, parent, x):  # type: ignore[no-untyped-def]
-    """The place in x's list for one more neighbour: a free one, else the last that the tree does not use, else -1."""
+    """Return the place in x's list for one more neighbour: a free one, else the last that the tree does not use, else
+    -1."""
     width = adjacency.shape[1]
     for j in range(width):
         if adjacency[x, j] < 0:

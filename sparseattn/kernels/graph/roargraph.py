@@ -68,7 +68,8 @@ class Graph:
 
 
 def build(keys: Floats, points: Floats, queries: Floats, recipe: GraphRecipe) -> Graph:
-    """The graph over `keys` `[N,D]` that `queries` `[Q,D]` guide; distances between keys are those of `points`."""
+    """Return the graph over `keys` `[N,D]` that `queries` `[Q,D]` guide; distances between keys are those of
+    `points`."""
     total, chunks = len(keys), build_and_search.parts()
     near = nearest(torch.from_numpy(queries), torch.from_numpy(keys), recipe.neighbours)
     scores, lists = near[0].numpy(), near[1].numpy()
@@ -193,7 +194,7 @@ def _pairs(lists: Ids, pivots: int, first: int) -> tuple[Ids, Ids]:
 
 
 def flat(nodes: Ids, offers: Ids) -> tuple[Ids, Ids]:
-    """The pairs of two arrays of one shape, without those where either is unused (-1) or both are one key."""
+    """Return the pairs of two arrays of one shape, without those where either is unused (-1) or both are one key."""
     used = (nodes >= 0) & (offers >= 0) & (nodes != offers)
     return nodes[used], offers[used]
 
@@ -210,7 +211,8 @@ def best(found: Ids, score: Floats, new: Ids, products: Floats, count: int) -> t
 
 
 def _by_pivot(lists: Ids, pivots: int, total: int) -> tuple[Ids, Any]:
-    """Queries sorted by each of their first `pivots` keys: order and, for every key, where its queries begin."""
+    """Return the queries sorted by each of their first `pivots` keys: order and, for every key, where its queries
+    begin."""
     first = lists[:, :pivots]
     query: Ids = np.repeat(np.arange(len(lists), dtype=np.int32), first.shape[1])
     starts, order = build_and_search.by_target(query, first.reshape(-1), total)

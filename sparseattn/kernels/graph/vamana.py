@@ -24,7 +24,7 @@ from sparseattn.kernels.graph.roargraph import (
 
 
 def build(points: Floats, queries: Floats, recipe: GraphRecipe) -> Graph:
-    """The graph over `points` `[N,E]`, stitched through `queries` `[Q,E]`, all of length 1."""
+    """Return the graph over `points` `[N,E]`, stitched through `queries` `[Q,E]`, all of length 1."""
     total, nodes = len(points), np.concatenate([points, queries])
     adjacency: Ids = np.full((len(nodes), recipe.degree), -1, np.int32)
     entry = int(np.square(points - points.mean(0)).sum(1).argmin())

@@ -37,7 +37,7 @@ from sparseattn.kernels.numba_vectors import (
 
 @intrinsic
 def highest(typing, numbers, at, count):
-    """The largest of `numbers[at:at + count]`, `count` a multiple of 16."""
+    """Return the largest of `numbers[at:at + count]`, `count` a multiple of 16."""
 
     def code(context, builder, signature, arguments):
         numbers_, at_, count_ = arguments
@@ -108,7 +108,7 @@ def voted(typing, arrays, places, step, share, most, count):
 
 @njit
 def factors(peak, total, most):
-    """What weights are multiplied with, in place of `total`; peak, total: `[parts,G]`; most: `[parts]`.
+    """Return what weights are multiplied with, in place of `total`; peak, total: `[parts,G]`; most: `[parts]`.
 
     The share of a query head's probability in a weight of a part is `2^(peak - norm)`, `norm` the logarithm of its
     total. Of that each part takes out the largest, as `most`: parts that weigh next to nothing still rank.

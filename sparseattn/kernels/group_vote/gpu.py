@@ -41,7 +41,7 @@ def vote_softmax(
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The logarithm of the sum of the query heads' probabilities; -inf where no page is real."""
+    """Return the logarithm of the sum of the query heads' probabilities; -inf where no page is real."""
     head = tl.program_id(1).to(tl.int64)
     g = tl.arange(0, BLOCK_G)
     row = head * G + g

@@ -19,7 +19,7 @@ OUTPUTS = 128  # computed by one part
 
 @njit(fastmath=set(FAST))
 def _outputs(x, weights, at, size, bias, relu, out, first, last):
-    """Outputs from `first` to `last` of one head, x: `[n,D]`, weights: flat from `at` on; out: `[n,C]`."""
+    """Compute outputs from `first` to `last` of one head, x: `[n,D]`, weights: flat from `at` on; out: `[n,C]`."""
     count = x.shape[0]
     flat = x.reshape(-1)
     for c in range(first, last):

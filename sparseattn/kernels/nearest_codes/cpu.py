@@ -21,8 +21,8 @@ PART = 4096  # rows that a thread names at a time
 
 @intrinsic
 def _nearest(typing, keys, at, books, first, halves, half, size):
-    """The number n that makes `halves[half + n]`, less the product of `keys[at:at + size]` with a centroid, smallest.
-    Channel d of 16 centroids is `books[first + 16 d:]`."""
+    """Return the number n that makes `halves[half + n]`, less the product of `keys[at:at + size]` with a centroid,
+    smallest. Channel d of 16 centroids is `books[first + 16 d:]`."""
 
     def code(context, builder, signature, arguments):
         keys_, at_, books_, first_, halves_, half_, size_ = arguments

@@ -40,7 +40,8 @@ LOWEST = float(np.float32(-3e38))  # of a row that is not there: -inf less itsel
 
 @intrinsic
 def _half(typing, array, place, high):
-    """The upper 4 bits of the byte at `place` of a flat int8 array as a float32, or the lower; of other arrays 0.
+    """Return the upper 4 bits of the byte at `place` of a flat int8 array as a float32, or the lower; of other arrays
+    0.
 
     The upper ones where `high` is not 0; both are signed.
     """
@@ -61,7 +62,7 @@ def _half(typing, array, place, high):
 
 
 def _lanes(builder, at, number, lanes=LANES):
-    """The numbers of a flat array from a pointer on, as float32; see `attend.cpu.widen`."""
+    """Return the numbers of a flat array from a pointer on, as float32; see `attend.cpu.widen`."""
     words, floats = ir.VectorType(WORD, lanes), ir.VectorType(FLOAT, lanes)
     value = builder.load(builder.bitcast(at, ir.VectorType(at.type.pointee, lanes).as_pointer()), align=1)
     if number == types.uint16:
@@ -72,7 +73,7 @@ def _lanes(builder, at, number, lanes=LANES):
 
 
 def _by_fours(builder, share, body):
-    """Writes `body(g, many)` for the query heads from g on, `SERVED` at a time, and for what is left."""
+    """Write `body(g, many)` for the query heads from g on, `SERVED` at a time, and for what is left."""
     place = share.type
     with cgutils.for_range_slice(builder, ir.Constant(place, 0), share, ir.Constant(place, SERVED), intp=place) as (
         g,
@@ -102,7 +103,7 @@ def multiply(typing, asked, q, heads, vectors, at, form, products, first):
             return ir.Constant(place, n)
 
         def times(heads, held, channel, totals, vector):
-            """Adds to `totals` the products of `held` with each head's numbers from `channel` on."""
+            """Add to `totals` the products of `held` with each head's numbers from `channel` on."""
             for head, total in zip(heads, totals, strict=True):
                 at = builder.gep(head, [channel])
                 at = builder.bitcast(at, FLOATS.as_pointer()) if vector else at
@@ -110,7 +111,7 @@ def multiply(typing, asked, q, heads, vectors, at, form, products, first):
                 builder.store(found, total)
 
         def nibbles(value, vector):
-            """The lower and the upper 4 bits of bytes, signed, as float32."""
+            """Return the lower and the upper 4 bits of bytes, signed, as float32."""
             bytes_, floats = (MARKS, FLOATS) if vector else (byte, FLOAT)
             four = every(MARKS, 4) if vector else ir.Constant(bytes_, 4)
             lower = builder.ashr(builder.shl(value, four), four)

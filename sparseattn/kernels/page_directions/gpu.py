@@ -25,7 +25,7 @@ from sparseattn.kernels.page_directions.reference import Form, Parts
 
 @triton.jit
 def _nibbles(held, high: tl.constexpr):
-    """The signed upper or lower 4 bits of int8 bytes."""
+    """Return the signed upper or lower 4 bits of int8 bytes."""
     wide = held.to(tl.int32)
     if high:
         return wide >> 4
@@ -274,7 +274,7 @@ def _scores(
     valid: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """The launches, with one of `valid` and `table`."""
+    """Return the launches, with one of `valid` and `table`."""
     _check(entries, form)
     known = valid if table is None else table
     assert known is not None

@@ -64,7 +64,7 @@ class Form:
 
 
 def encode(keys: Tensor, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The entries of pages of keys.
+    """Return the entries of pages of keys.
 
     Args:
         keys: `[B,H,P*page,D]`.
@@ -120,7 +120,7 @@ def _in_codes(
 
 
 def principal(away: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The directions along which rows differ most from their mean.
+    """Return the directions along which rows differ most from their mean.
 
     Args:
         away: `[..,page,D]` float32, rows less their mean.
@@ -168,8 +168,8 @@ def _unhalved(held: Tensor, size: int) -> Tensor:
 
 
 def decode(entries: Parts, form: Form, size: int, wide: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What entries stand for: mean and directions `[B,H,P,1+r,D]`; coordinates `[B,H,P,r,page]` or None; the deviation
-    along other directions `[B,H,P]` or None."""
+    """Return what entries stand for: mean and directions `[B,H,P,1+r,D]`; coordinates `[B,H,P,r,page]` or None; the
+    deviation along other directions `[B,H,P]` or None."""
     vectors, coordinates = entries["vectors"], entries.get("coordinates")
     numbers = entries["numbers"].to(wide) if "numbers" in entries else None
     rest = numbers[..., -1] if form.rest and numbers is not None else None
@@ -189,7 +189,7 @@ def decode(entries: Parts, form: Form, size: int, wide: torch.dtype) -> tuple[Te
 
 
 def estimates(query: Tensor, entries: Parts, form: Form, temperature: float) -> Tensor:
-    """What pages promise each query head.
+    """Return what pages promise each query head.
 
     With q the query over the temperature, mu the page's mean, x_k the product of q and direction k, and rho the
     deviation along the other directions, or 0 without `rest`:

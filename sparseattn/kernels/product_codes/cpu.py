@@ -86,7 +86,7 @@ def _best(query, turn, centroids, shape, codes, valid, sizes, arenas, out_at):
 
 @njit
 def logits_of(codes, at, step, count, bits, tables, ids, out):
-    """The logits of the rows `ids` `[C]` of one KV head, -inf for -1: `out` `[G,C]`; tables: `[G,M,K]`."""
+    """Return the logits of the rows `ids` `[C]` of one KV head, -inf for -1: `out` `[G,C]`; tables: `[G,M,K]`."""
     for i in range(len(ids)):
         if ids[i] < 0:
             out[:, i] = -np.inf
@@ -117,7 +117,7 @@ def _logits(codes, steps, count, bits, tables, heads, valid, valid_step, out):
 
 
 def stored(keys: ProductCodes) -> Any:
-    """What a kernel takes of codes and of which rows are valid, in two parts."""
+    """Return what a kernel takes of codes and of which rows are valid, in two parts."""
     steps = keys.codes.stride()
     if steps[3] != 1 and keys.codes.shape[3] > 1:
         raise ValueError(f"the compiled kernel reads codes whose rows are adjacent: the last stride is 1, got {steps}")
@@ -146,8 +146,8 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _scratch(size: int) -> Tensor:
-    """What threads work in: kept, as pages that are new to a process take as long to get as the work on them; used
-    under `ONE_AT_A_TIME`."""
+    """Return what threads work in: kept, as pages that are new to a process take as long to get as the work on them;
+    used under `ONE_AT_A_TIME`."""
     return torch.empty(size, dtype=torch.uint8)
 
 

@@ -50,7 +50,7 @@ def _add_block(codes, step, count, bits, names, share, out, head_step, valid):
 
 @njit
 def _sum(codes, step, count, bits, names, share, out, head_step, valid):
-    """The sums of 64 rows for each query head, see `sum_block`; codes, names, out, valid: addresses."""
+    """Return the sums of 64 rows for each query head, see `sum_block`; codes, names, out, valid: addresses."""
     if SHUFFLES > 0 and bits == 4:
         sum_block(codes, step, count, names, 32 * count, share, out, head_step, valid)
     else:
@@ -59,7 +59,8 @@ def _sum(codes, step, count, bits, names, share, out, head_step, valid):
 
 @njit
 def _smallest(near, count, wanted):
-    """The least number, 0 or more, that `wanted` of the `count` int16 at the address `near` do not exceed; `ALL`."""
+    """Return the least number, 0 or more, that `wanted` of the `count` int16 at the address `near` do not exceed;
+    `ALL`."""
     low, high = 0, ALL
     while low < high:
         middle = (low + high) >> 1

@@ -101,6 +101,6 @@ def for_groups(builder, share, body):
 
 
 def mask_of(builder, marks):
-    """The marks `<n x i1>` of 64 rows or fewer as a number, the first row's its lowest bit."""
+    """Return the marks `<n x i1>` of 64 rows or fewer as a number, the first row's its lowest bit."""
     bits = builder.bitcast(marks, ir.IntType(marks.type.count))
     return bits if marks.type.count == 64 else builder.zext(bits, LONG)

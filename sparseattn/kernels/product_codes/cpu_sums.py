@@ -37,7 +37,7 @@ place = types.intp
 
 
 def _halves(builder, even, odd):
-    """The sums of a register's rows in their order, in two registers."""
+    """Return the sums of a register's rows in their order, in two registers."""
     for first in (0, HALF):
         lanes = ir.Constant(ir.VectorType(WORD, HALF), IN_ORDER[first : first + HALF])
         yield builder.shuffle_vector(even, odd, lanes)
@@ -143,7 +143,7 @@ def count_within(typing, near, count, limit):
 
 @intrinsic
 def within(typing, near, limit):
-    """A bit for each of 64 rows whose int16 number at `near` is `limit` at most."""
+    """Return a bit for each of 64 rows whose int16 number at `near` is `limit` at most."""
 
     def code(context, builder, signature, arguments):
         near_, limit_ = arguments
@@ -158,7 +158,8 @@ def within(typing, near, limit):
 
 @intrinsic
 def highest_sum(typing, sums, near, last, count):
-    """The largest of `count` int16 sums, a multiple of 64, whose number at `near` is `last` at most; -1: none."""
+    """Return the largest of `count` int16 sums, a multiple of 64, whose number at `near` is `last` at most; -1:
+    none."""
 
     def code(context, builder, signature, arguments):
         sums_, near_, last_, count_ = arguments

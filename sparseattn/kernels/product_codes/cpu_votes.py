@@ -22,7 +22,7 @@ place = types.intp
 
 
 def _weights(kept):
-    """The intrinsic `weights` that keeps them, or one that only adds them up."""
+    """Return the intrinsic `weights` that keeps them, or one that only adds them up."""
 
     @intrinsic
     def weights(typing, sums, near, last, unit, top, count, out):
@@ -97,7 +97,8 @@ def _count_from(typing, votes, count, least):
 
 @intrinsic
 def _compared(typing, votes, least):
-    """A bit for each of 16 float32 at `votes` whose bits exceed `least`, and above these one for each that has them."""
+    """Return a bit for each of 16 float32 at `votes` whose bits exceed `least`, and above these one for each that has
+    them."""
 
     def code(context, builder, signature, arguments):
         x, bits = load(builder, arguments[0], WORDS), splat(builder, arguments[1], WORDS)

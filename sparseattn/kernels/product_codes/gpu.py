@@ -60,7 +60,7 @@ def sum_rows(
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of table entries by the codes of rows; floats are logits, -inf where a row is not valid."""
+    """Sum of table entries by the codes of rows; floats are logits, -inf where a row is not valid."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + h  # of B*L
     kind = tables.dtype.element_ty

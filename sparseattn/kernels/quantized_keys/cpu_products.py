@@ -52,7 +52,7 @@ ONE, NONE = np.float32(1), np.float32(-0.0)  # what is multiplied with and added
 
 
 def instructions() -> str:
-    """What multiplies codes: "vnni", "avx2" or "plain", of what numba compiles for (`NUMBA_CPU_FEATURES`, or the
+    """Return what multiplies codes: "vnni", "avx2" or "plain", of what numba compiles for (`NUMBA_CPU_FEATURES`, or the
     machine's)."""
     told = numba.config.CPU_FEATURES
     there = set((get_host_cpu_features() if told is None else told).split(","))
@@ -290,7 +290,8 @@ def rounded_bytes(words, bits, padded):
 
 @njit
 def scratch(share, padded, wide):
-    """What `_ask` fills: levels and products `[padded]`, rounded queries of `wide` bytes, factors and bases `[G]`."""
+    """Return what `_ask` fills: levels and products `[padded]`, rounded queries of `wide` bytes, factors and bases
+    `[G]`."""
     lows, steps, numbers = (
         np.zeros(padded, np.float32),
         np.zeros(padded, np.float32),

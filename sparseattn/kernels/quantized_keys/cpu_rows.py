@@ -77,8 +77,9 @@ def _page_masses(typing, numbers, at, page, out):
 
 @njit
 def head_of(keys, b, h, grid_at):
-    """What is stored of KV head h of sequence b, of the `keys` of `stored_inputs`: codes, lowest levels and steps, each
-    flat, with the head's place and the step from group to group; grid and validity, flat with the head's place."""
+    """Return what is stored of KV head h of sequence b, of the `keys` of `stored_inputs`: codes, lowest levels and
+    steps, each flat, with the head's place and the step from group to group; grid and validity, flat with the head's
+    place."""
     (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, _), (valid, valid_step) = keys
     return (
         (packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2]),

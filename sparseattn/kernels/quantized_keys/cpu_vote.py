@@ -38,7 +38,7 @@ from sparseattn.kernels.topk.cpu import best
 
 @njit
 def _weigh(query, which, head, form, places, groups, pages_of, weights_of, sums):
-    """The weights of a part, and of each query head the largest score and the sum of the weights.
+    """Return the weights of a part, and of each query head the largest score and the sum of the weights.
 
     query, head, form, places, groups: see `score_part`, `which` being the head's; pages_of: rows of a page, and how
     many pages a part has room for; weights_of: flat, the place of the first query head's, and the step to the next;

@@ -49,7 +49,8 @@ def codes_of_plane(packed, BITS: tl.constexpr, plane: tl.constexpr, kind: tl.con
 
 @triton.jit
 def lows(low, mask, grid, head, d, here, D: tl.constexpr):
-    """The lowest levels of channels d, where these are `here`, that `low` points at; where masked that of a 0."""
+    """Return the lowest levels of channels d, where these are `here`, that `low` points at; where masked that of a
+    0."""
     levels = tl.load(low, mask=mask, other=0).to(tl.float32)
     if grid is not None:
         anchor = tl.load(grid + head * 3 * D + d, mask=here, other=0.0)
@@ -59,7 +60,7 @@ def lows(low, mask, grid, head, d, here, D: tl.constexpr):
 
 @triton.jit
 def steps(step, mask, grid, head, d, here, D: tl.constexpr):
-    """The steps of channels d, where these are `here`, that `step` points at; 0 where masked."""
+    """Return the steps of channels d, where these are `here`, that `step` points at; 0 where masked."""
     wide = tl.load(step, mask=mask, other=0).to(tl.float32)
     if grid is not None:
         wide = wide * tl.load(grid + head * 3 * D + 2 * D + d, mask=here, other=0.0)

@@ -19,7 +19,8 @@ LOWS, STEPS = 127, 255  # the largest that int8 and uint8 hold
 
 
 def fitting(low: Tensor, step: Tensor, held: Tensor | None) -> Tensor:
-    """A grid for levels: `held` but in the channels where they do not fit, and there one for what did fit as well.
+    """Return a grid for levels: `held` but in the channels where they do not fit, and there one for what did fit as
+    well.
 
     Args:
         low, step: `[B,H,n,D]` float32, n 1 or more.
@@ -47,13 +48,13 @@ def read(low: Tensor, step: Tensor, grid: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def lows(numbers: Tensor, grid: Tensor) -> Tensor:
-    """The nearest int8 of float32 `[B,H,n,D]`."""
+    """Return the nearest int8 of float32 `[B,H,n,D]`."""
     anchor, unit, _ = grid[:, :, :, None].unbind(2)
     return ((numbers - anchor) / unit).round_().clamp_(-LOWS, LOWS).to(torch.int8)
 
 
 def steps(numbers: Tensor, grid: Tensor, up: bool) -> Tensor:
-    """The uint8 of float32 `[B,H,n,D]`, rounded up or to the nearest."""
+    """Return the uint8 of float32 `[B,H,n,D]`, rounded up or to the nearest."""
     counted = numbers / grid[:, :, 2:]
     return (counted.ceil_() if up else counted.round_()).clamp_(0, STEPS).to(torch.uint8)
 

@@ -28,7 +28,7 @@ def _sum(numbers, many):
 
 @njit
 def _copy(source, target, sizes, row):
-    """Copies `[B*H,D]` to the row of every `[N,D]` of a target, both flat; sizes: B*H, N, D."""
+    """Copy `[B*H,D]` to the row of every `[N,D]` of a target, both flat; sizes: B*H, N, D."""
     heads, rows, size = sizes
     for h in range(heads):
         to = (h * rows + row) * size
@@ -38,8 +38,8 @@ def _copy(source, target, sizes, row):
 
 @entry(cache=True, nogil=True)
 def _put(kind, new, stored, sizes, notes, row, position):
-    """new, stored: where keys and values lie; sizes: B, H, N, D, and N of the positions; notes: where positions, rows
-    and newest lie."""
+    """Store rows; new, stored: where keys and values lie; sizes: B, H, N, D, and N of the positions; notes: where
+    positions, rows and newest lie."""
     (key_at, value_at), (keys_at, values_at) = new, stored
     (batch, heads, rows, size, columns), (position_at, row_at, newest_at) = sizes, notes
     many, room = batch * heads * size, batch * heads * rows * size

@@ -44,7 +44,7 @@ def _fold(typing, numbers, at, many, out, o):
 
 @intrinsic
 def _reaching(typing, numbers, at, least):
-    """A bit for each of the 16 `numbers[at:]` that is not below `least`, and not -inf."""
+    """Return a bit for each of the 16 `numbers[at:]` that is not below `least`, and not -inf."""
 
     def code(context, builder, signature, arguments):
         numbers_, at_, least_ = arguments
@@ -58,7 +58,7 @@ def _reaching(typing, numbers, at, least):
 
 @intrinsic
 def first_bit(typing, bits):
-    """The place of the lowest bit of an unsigned number that is not 0."""
+    """Return the place of the lowest bit of an unsigned number that is not 0."""
 
     def code(context, builder, signature, arguments):
         place, wide = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64)
@@ -69,7 +69,7 @@ def first_bit(typing, bits):
 
 @intrinsic
 def _key(typing, number):
-    """An integer that is the larger the larger a float32 is."""
+    """Return an integer that is the larger the larger a float32 is."""
 
     def code(context, builder, signature, arguments):
         bits = builder.bitcast(arguments[0], WORD)
@@ -81,7 +81,7 @@ def _key(typing, number):
 
 @intrinsic
 def _number(typing, key):
-    """The float32 of a `_key`."""
+    """Return the float32 of a `_key`."""
 
     def code(context, builder, signature, arguments):
         sign = builder.ashr(arguments[0], ir.Constant(WORD, 31))
@@ -93,7 +93,7 @@ def _number(typing, key):
 
 @njit
 def _nth(keys, many, count, spare):
-    """The `count`-th largest of `keys[:many]` and how many equal to it are among the `count` largest.
+    """Return the `count`-th largest of `keys[:many]` and how many equal to it are among the `count` largest.
 
     By a histogram of the leading 11 bits, then of the next 11 in the bin where the count is reached, then of the last;
     of few keys by 8 bits at a time, as clearing the bins would take longest.
@@ -123,7 +123,7 @@ def _nth(keys, many, count, spare):
 
 @njit
 def best(scores, ids):
-    """The largest of `scores` that are not -inf, in no order, as `ids` `[count]`, -1 where there are fewer."""
+    """Return the largest of `scores` that are not -inf, in no order, as `ids` `[count]`, -1 where there are fewer."""
     total, count = scores.shape[0], ids.shape[0]
     if count == 0:
         return

@@ -32,7 +32,7 @@ class TimedTokens:
 
 
 def _never(ids: Tensor, scores: object) -> Tensor:
-    """A stopping criterion that never stops."""
+    """Return a stopping criterion that never stops."""
     return torch.zeros(len(ids), dtype=torch.bool)
 
 

@@ -68,13 +68,13 @@ def logarithmic(axis: Any, unit: FuncFormatter) -> None:
 
 
 def few_numbers(side: Any, unit: FuncFormatter) -> None:
-    """Number a logarithmic axis (a panel's `xaxis` or `yaxis`) at 1, 2 and 5."""
+    """Label a logarithmic axis (a panel's `xaxis` or `yaxis`) at 1, 2 and 5."""
     side.set_major_locator(LogLocator(subs=(1, 2, 5)))
     numbers(side, unit)
 
 
 def numbers(side: Any, unit: FuncFormatter) -> None:
-    """Number an axis (a panel's `xaxis` or `yaxis`) at its major ticks alone."""
+    """Label an axis (a panel's `xaxis` or `yaxis`) at its major ticks alone."""
     side.set_major_formatter(unit)
     side.set_minor_formatter(NullFormatter())
 

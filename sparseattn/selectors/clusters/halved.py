@@ -33,7 +33,7 @@ def halved(keys: Tensor, real: Tensor, rows: int) -> Tensor:
 
 
 def _halves(first: int, length: int) -> list[tuple[int, int]]:
-    """A run of clusters as the two that it is cut into; itself where it is one cluster."""
+    """Return a run of clusters as the two that it is cut into; itself where it is one cluster."""
     if length == 1:
         return [(first, length)]
     return [(first, length // 2), (first + length // 2, length - length // 2)]

@@ -138,7 +138,7 @@ class Louver(WeighsNear, ReadsKeys, Selector):
         return torch.stack([functional.pad(piece, (0, width + (longer > 0) - piece.shape[-1])) for piece in pieces], -3)
 
     def _sample(self, rows: Rows, real: Tensor, first: int) -> None:
-        """The M rows with the smallest draws of all so far: a sample without replacement at any time."""
+        """Return the M rows with the smallest draws of all so far: a sample without replacement at any time."""
         batch, heads, new, _ = rows.keys.shape
         stream = streams(self.seed, self.layer, self.head_numbers(heads), real.device)
         draw = draws(stream, torch.zeros_like(rows.positions[:, 0]), rows.positions)  # [B,H,n]

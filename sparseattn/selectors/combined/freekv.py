@@ -74,11 +74,11 @@ class KeptChoices(State):
         self.rows += real.shape[1]
 
     def forget(self) -> None:
-        """The choices are void, such as where rows have moved; what is counted stays."""
+        """Make the choices void, such as where rows have moved; what is counted stays."""
         self.parts = {name: self.parts[name] for name in ("real", "reused") if name in self.parts}
 
     def choice(self) -> Selection | None:
-        """The last one, without what it cost; None before there is one."""
+        """Return the last one, without what it cost; None before there is one."""
         if "query" not in self.parts:
             return None
         return Selection(
@@ -102,7 +102,7 @@ class KeptChoices(State):
         self.span, self.whole = chosen.span, chosen.whole
 
     def count(self, anew: Tensor) -> None:
-        """A step has chosen for the heads `anew` `[B,H]` and read again what the others had."""
+        """Note that a step has chosen for the heads `anew` `[B,H]` and has read again what the others had."""
         again = (~anew).long()
         self.parts["reused"] = self.parts["reused"] + again if "reused" in self.parts else again
         self.steps += 1
@@ -233,14 +233,14 @@ def _either(first: Tensor, one: Selection, other: Selection) -> Selection:
 
 
 def _padded(part: Tensor | None, chosen: Selection, heads: int, slots: int) -> Tensor:
-    """A part of a choice for so many selection heads and slots, 0 where there was none."""
+    """Return a part of a choice for so many selection heads and slots, 0 where there was none."""
     part = torch.zeros_like(chosen.start, dtype=torch.float32) if part is None else part
     part = part.repeat_interleave(heads // part.shape[1], 1)
     return functional.pad(part, (0, slots - part.shape[2]))
 
 
 def _costing(chosen: Selection, scanned: Tensor | None, read: Tensor | None) -> Selection:
-    """The same rows at another cost."""
+    """Return the same rows at another cost."""
     return Selection(chosen.start, chosen.length, chosen.span, scanned, read, chosen.whole, chosen.bias)
 
 
@@ -249,10 +249,10 @@ def _nothing(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _as_wide(cost: Tensor | None, chosen: Selection) -> Tensor | None:
-    """A cost of each selection head, for as many as a choice has."""
+    """Return a cost of each selection head, for as many as a choice has."""
     return cost if cost is None else cost.repeat_interleave(chosen.start.shape[1] // cost.shape[1], 1)
 
 
 def _where(anew: Tensor, cost: Tensor | None) -> Tensor | None:
-    """A cost of the heads that chose, 0 for the others."""
+    """Return a cost of the heads that chose, 0 for the others."""
     return cost if cost is None else cost * anew.repeat_interleave(cost.shape[1] // anew.shape[1], 1)

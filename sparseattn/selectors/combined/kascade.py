@@ -173,7 +173,7 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
         return replace(scan, scanned=0, read=0, launches=(Launch("operator", count=self.operators),), tail=0)
 
     def _first(self, found: Choice, budget: int) -> Choice:
-        """The first rows of what a layer of a larger budget chose, where `inner` names its rows best first."""
+        """Return the first rows of what a layer of a larger budget chose, where `inner` names its rows best first."""
         if found.budget <= budget or not self.inner.best_first:
             return found
         chosen = found.selection

@@ -117,7 +117,7 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
         return order
 
     def _group(self, rows: Rows) -> None:
-        """New groups of consecutive rows; padding comes in whole groups."""
+        """Make new groups of consecutive rows; padding comes in whole groups."""
         width = self.width_of_group
         for buffer, given in ((self.keys, rows.keys), (self.values, rows.values)):
             buffer.append(given.unflatten(2, (-1, width)).float().mean(3).to(half(given)))
@@ -137,12 +137,12 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
             last.copy_(last.gather(2, order))
 
     def _note(self, first: int, new: int, shape: tuple[int, int], device: torch.device) -> None:
-        """Notes the groups of the `new` rows that came behind `first` others."""
+        """Note the groups of the `new` rows that came behind `first` others."""
         at = torch.arange(first, first + new, dtype=torch.int32, device=device)
         self.member.append(at.div(self.width_of_group, rounding_mode="floor").expand(*shape, -1))
 
     def _join(self, rows: Rows, order: Tensor) -> None:
-        """New rows join the sums of their buckets."""
+        """Let new rows join the sums of their buckets."""
         assert isinstance(self.inner, Partitioned)
         new, moved = rows.keys.shape[2], order.shape[2]
         place = order.argsort(2)[..., moved - new :] + (self.inner.places - moved)
@@ -221,7 +221,7 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
         return left.scatter_add(2, group, -used)[..., :-1]
 
     def _group_of(self, rows: Tensor) -> Tensor:
-        """The groups of stored rows `[B,Hs,R]`, int64."""
+        """Return the groups of stored rows `[B,Hs,R]`, int64."""
         if not self.member.rows:
             return rows.div(self.width_of_group, rounding_mode="floor")
         member = self.member.visible

@@ -159,7 +159,7 @@ class TwoStage(ReadsKeys, Selector):
         return Selection.tokens(ids, *self._costs(proposed, listed, page, beside, query, ids.shape[1]))
 
     def _propose(self, query: Tensor, step: StepContext, budget: int) -> tuple[Selection, Tensor, int]:
-        """What the first stage proposes, the pages `[B,L,P]` of it, L = H or H*G, and their rows each."""
+        """Return what the first stage proposes, the pages `[B,L,P]` of it, L = H or H*G, and their rows each."""
         rows = self._proposed_rows(step.valid.shape[1], budget)
         proposed = self.pages.counted(self.pages.select(query, step, rows), query, step, rows)
         return proposed, *self._listed(proposed, query.shape[1])
@@ -213,7 +213,8 @@ class TwoStage(ReadsKeys, Selector):
     def _costs(
         self, proposed: Selection, listed: Tensor, page: int, beside: Tensor, query: Tensor, chosen: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`scanned` `[B,Hs]`, of Hs = `chosen`, and `scan_bytes` `[B,H]`; None what the first stage does not say.
+        """Return `scanned` `[B,Hs]`, of Hs = `chosen`, and `scan_bytes` `[B,H]`; None what the first stage does not
+        say.
 
         beside: bytes that are read beside the rows' own for each list, `[B,L]`.
         """

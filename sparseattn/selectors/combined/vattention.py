@@ -209,7 +209,7 @@ class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
         return torch.where(base < 2, torch.inf, torch.maximum(found, base))  # one draw says nothing of their spread
 
     def _costs(self, chosen: Selection, query: Tensor, base: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`scanned` `[B,H*G]` and `scan_bytes` `[B,H]`, of a base sample of `base` `[B,H,G]` rows."""
+        """Return `scanned` `[B,H*G]` and `scan_bytes` `[B,H]`, of a base sample of `base` `[B,H,G]` rows."""
         heads, group, size = query.shape[1:]
         scanned = read = None
         if chosen.scanned is not None:

@@ -35,7 +35,7 @@ ROWS = 64  # of logits at a time: a prompt's keys are read once for so many, and
 
 
 def weights(logits: Tensor, block: QueryBlock) -> Tensor:
-    """The softmax of `logits`."""
+    """Return the softmax of `logits`."""
     return logits.softmax(-1)
 
 
@@ -46,7 +46,7 @@ def received(
     scale: float | None = None,
     gives: Gives = weights,
 ) -> list[Tensor]:
-    """What each row gets, by default softmax weights, summed over queries and over the heads of a query group.
+    """Return what each row gets, by default softmax weights, summed over queries and over the heads of a query group.
 
     A query sees the rows at its own and at earlier positions. Sums are in float32. Of the N times N logits of a prompt,
     64 rows lie in memory.

@@ -104,13 +104,13 @@ class Observing(Observes, Evicting):
 
     @abstractmethod
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What the prompt's queries gave, at the first seal: worth of the rows sealed `[B,H,n]` and of those not sealed
-        `[B,H,u]` (or of one head), and the positions `[B,u]` of these. None: such a method does not ask."""
+        """Return what the prompt's queries gave, at the first seal: worth of the rows sealed `[B,H,n]` and of those not
+        sealed `[B,H,u]` (or of one head), and the positions `[B,u]` of these. None: such a method does not ask."""
 
     @abstractmethod
     def unknown(self, positions: Tensor) -> Tensor:
-        """What rows at these positions are worth while nothing is known of them: float32, the newer the more, so that
-        what is dropped of several does not depend on where they lie."""
+        """Return what rows at these positions are worth while nothing is known of them: float32, the newer the more, so
+        that what is dropped of several does not depend on where they lie."""
 
     def first(self, rows: Rows) -> Tensor:
         at, real = rows.positions, rows.positions >= 0
@@ -144,7 +144,7 @@ def left(got: Tensor) -> Tensor:
 
 
 def last_of(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
-    """The prompt's last `count` queries `[B,H,G,count,D]` and their positions `[B,count]`, at the first seal."""
+    """Return the prompt's last `count` queries `[B,H,G,count,D]` and their positions `[B,count]`, at the first seal."""
     assert rows.last_queries is not None
     assert rows.last_positions is not None
     return rows.last_queries[:, :, :, -count:], rows.last_positions[:, -count:]

@@ -61,7 +61,7 @@ class PyramidKV(SnapKV):
         self._last()
 
     def _last(self) -> int:
-        """The model's last layer."""
+        """Return the model's last layer."""
         layers = self.layer_context.depth if self.layers is None else self.layers
         if layers is None and self.layer:
             raise ValueError(

@@ -66,7 +66,7 @@ def check_pooling(window: int, kernel: int) -> None:
 
 
 def pooled_votes(rows: Rows, window: int, kernel: int, pool: str = "max", scale: float | None = None) -> Tensor:
-    """What newly sealed rows are worth: `[B,H,n]` float32, anything for padding.
+    """Return what newly sealed rows are worth: `[B,H,n]` float32, anything for padding.
 
     Rows of the prompt's last `window` queries and, without `last_queries`, all rows are worth more the newer they are,
     1 or more. The prompt's other rows are worth below 1, by their votes.

@@ -235,7 +235,7 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         return {name: getattr(self, name).visible for name in self.entry_names}
 
     def _entries_of(self, valid: Tensor) -> tuple[Entries, Tensor]:
-        """What `scores` takes: the entries and which are real, by the rows `[B,N]` bool that are no padding.
+        """Return what `scores` takes: the entries and which are real, by the rows `[B,N]` bool that are no padding.
 
         Both are made once for each seal, behind which `valid` is another tensor; in storage of a fixed size it is not.
         """
@@ -254,6 +254,6 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         return valid[:, :: self.unit].contiguous()  # as kernels read it
 
     def _best(self, scores: Tensor, budget: int) -> Selection:
-        """The best pages by `scores` `[B,Hs,P]` within `budget` rows."""
+        """Return the best pages by `scores` `[B,Hs,P]` within `budget` rows."""
         start, length = best_pages(scores, budget // self.page, self.page)
         return Selection(start, length, self.page, whole=True)

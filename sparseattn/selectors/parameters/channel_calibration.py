@@ -74,7 +74,7 @@ class Statistic:
     queries: bool
 
     def of(self, keys: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The parameters of one prompt's keys and queries, on the keys' device."""
+        """Return the parameters of one prompt's keys and queries, on the keys' device."""
         return {name: part.to(keys.device) for name, part in self.solved(self.sums(keys, queries)).items()}
 
 
@@ -88,7 +88,8 @@ def _key_moments(keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
 
 
 def outer(rows: Tensor) -> Tensor:
-    """The sum of outer products of rows `[H,n,D]` with themselves: `[H,D,D]` float64, without a second copy of them."""
+    """Return the sum of outer products of rows `[H,n,D]` with themselves: `[H,D,D]` float64, without a second copy of
+    them."""
     made = rows.new_zeros(len(rows), rows.shape[2], rows.shape[2], dtype=torch.float64)
     for part in rows.split(CHUNK, 1):
         made += part.float().mT @ part.float()
@@ -185,8 +186,8 @@ class Calibration:
             _check_parameters(method, index, held)
 
     def check(self, layer: int, heads: int, size: int, rope: Rope | None) -> dict[str, Tensor]:
-        """The parameters of a model's layer of so many KV heads of a size; CalibrationError, with both sides, where
-        they are of another one."""
+        """Return the parameters of a model's layer of so many KV heads of a size; CalibrationError, with both sides,
+        where they are of another one."""
         model = self.meta.get("model", "a model")
         held = self.holds(layer)
         mine = held[next(iter(PARAMETERS[self.method]))].shape  # [H,D,..]
@@ -204,7 +205,7 @@ class Calibration:
         return held
 
     def holds(self, layer: int) -> dict[str, Tensor]:
-        """The parameters of a layer; CalibrationError where it has none."""
+        """Return the parameters of a layer; CalibrationError where it has none."""
         if layer not in self.layers:
             raise CalibrationError(
                 f"the calibration of {self.meta.get('model', 'a model')} holds layers "

@@ -91,7 +91,7 @@ class HeadProfile:
         return gates[count - 1] if count else -1.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all; ProfileError where it cannot."""
+        """Write the file, whole or not at all; ProfileError where it cannot."""
         metadata = {"format": FORMAT, "version": VERSION}
         tensors = {f"layers.{index}.error": error for index, error in self.layers.items()}
         try:
@@ -101,7 +101,7 @@ class HeadProfile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadProfile:
-        """Reads a file; ProfileError where it is missing, damaged or another."""
+        """Read a file; ProfileError where it is missing, damaged or another."""
         try:
             metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT)
         except TensorFileError as error:

@@ -71,8 +71,8 @@ class Similarity:
         return self.heads.double().amax(-1).mean(-1)
 
     def anchors(self, count: int, importance: Sequence[float] | None = None) -> list[int]:
-        """The `count` layers, the first among them, whose choices serve all layers best, each layer reading that of the
-        nearest anchor before it: the paper's dynamic programme.
+        """Return the `count` layers, the first among them, whose choices serve all layers best, each layer reading that
+        of the nearest anchor before it: the paper's dynamic programme.
 
         Args:
             count: 1 to L.
@@ -107,13 +107,13 @@ class Similarity:
         return found
 
     def score(self, anchors: Sequence[int]) -> float:
-        """The mean over layers of how well they are served, with these anchors."""
+        """Return the mean over layers of how well they are served, with these anchors."""
         return sum(float(self.between[self._at(self.read_by(anchors, b)), self._at(b)]) for b in self.layers) / len(
             self.layers
         )
 
     def read_by(self, anchors: Sequence[int], layer: int) -> int:
-        """The anchor whose choice a layer reads; itself where none is before it."""
+        """Return the anchor whose choice a layer reads; itself where none is before it."""
         return max((anchor for anchor in anchors if anchor <= layer), default=layer)
 
     def map(self, anchor: int, layer: int) -> list[int]:
@@ -131,7 +131,7 @@ class Similarity:
         return self.layers.index(layer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all; SimilarityError where it cannot."""
+        """Write the file, whole or not at all; SimilarityError where it cannot."""
         try:
             meta = json.dumps(self.meta, sort_keys=True, allow_nan=False)
             metadata = {"format": FORMAT, "version": VERSION, "layers": json.dumps(self.layers), "meta": meta}
@@ -141,7 +141,7 @@ class Similarity:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Similarity:
-        """Reads a file.
+        """Read a file.
 
         Raises:
             SimilarityError: missing, damaged, no similarity, or of another version.

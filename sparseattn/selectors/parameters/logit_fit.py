@@ -83,7 +83,7 @@ class Estimates:
         return self.layers[layer]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all; EstimatesError where it cannot."""
+        """Write the file, whole or not at all; EstimatesError where it cannot."""
         tensors = {
             f"layers.{i}.{name}": part
             for i, both in self.layers.items()
@@ -97,7 +97,7 @@ class Estimates:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Estimates:
-        """Reads a file; EstimatesError where it is missing, damaged, another, or holds numbers that do not fit."""
+        """Read a file; EstimatesError where it is missing, damaged, another, or holds numbers that do not fit."""
         try:
             metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT)
         except TensorFileError as error:

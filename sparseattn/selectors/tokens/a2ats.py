@@ -99,7 +99,7 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         super().check_shape(heads, group, size)
 
     def _rope_on(self, device: torch.device) -> Rope:
-        """The layer's RoPE, its frequencies on a device; ValueError where it is not known."""
+        """Return the layer's RoPE, its frequencies on a device; ValueError where it is not known."""
         if self._turns is None or self._turns.inv_freq.device != device:
             rope = self.layer_context.rope
             if rope is None:

@@ -113,7 +113,7 @@ class Ranked(EstimatesMass, SharesScores, Selector):
 
 
 def _alone(rows: Rows, b: int) -> Rows:
-    """The real rows of sequence b, and their queries."""
+    """Return the real rows of sequence b, and their queries."""
     real = rows.positions[b] >= 0
     keys, values = (part[b : b + 1, :, real] for part in (rows.keys, rows.values))
     if rows.queries is None or rows.query_positions is None:

@@ -80,7 +80,7 @@ class FromCalibration(Ranked):
         return heads if self.layer_context.heads is None else self.layer_context.heads.of
 
     def _rope(self) -> Rope:
-        """What takes RoPE back from keys; ValueError where it is not known."""
+        """Return what takes RoPE back from keys; ValueError where it is not known."""
         if self.layer_context.rope is None:
             raise ValueError(
                 f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "

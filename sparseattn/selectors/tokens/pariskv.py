@@ -163,7 +163,7 @@ class ParisKV(Selector):
         return codebooks.logits(tables, codes, ids >= 0, weights)
 
     def _shares(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of `SHARES` for sequences of `count` `[B]` rows, float64."""
+        """Return the shares of `SHARES` for sequences of `count` `[B]` rows, float64."""
         collide, candidates = (torch.full_like(count, share, dtype=torch.float64) for share in SHARES[-1][1:])
         for end, *shares in reversed(SHARES[:-1]):
             below = count < end

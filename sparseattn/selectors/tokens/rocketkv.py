@@ -129,7 +129,8 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         return self.prompt // self.page_rows * self.page_rows
 
     def _dropped(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The order `[B,H,n]` with the rows that are held in front, by position, and which pages `[B,P]` these fill."""
+        """Return the order `[B,H,n]` with the rows that are held in front, by position, and which pages `[B,P]` these
+        fill."""
         real, most = rows.positions >= 0, self._most()
         worth = pooled_votes(rows, self.window, self.kernel, scale=self.layer_context.scale)
         worth = worth.masked_fill(~real[:, None], -torch.inf)

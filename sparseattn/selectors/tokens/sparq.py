@@ -108,7 +108,8 @@ class SparQ(HasTail, Ranked):
 
 
 def largest_channels(query: Tensor, channels: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """The r channels in which a query group is largest, all of them if there are fewer, and the queries over them.
+    """Return the r channels in which a query group is largest, all of them if there are fewer, and the queries over
+    them.
 
     Args:
         query: `[B,H,G,D]`.

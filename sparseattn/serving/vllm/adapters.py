@@ -114,7 +114,7 @@ def prefilling(common: CommonAttentionMetadata, count: int) -> Tensor | None:
 
 
 def runner_around(builder: Any) -> Any:
-    """The engine's object that runs steps, of a call that came from it; None: there is none, as in a test.
+    """Return the engine's object that runs steps, of a call that came from it; None: there is none, as in a test.
 
     No builder is told of it, and nothing that a builder is given names the requests of a step.
     """
@@ -128,8 +128,8 @@ def runner_around(builder: Any) -> Any:
 
 
 def extra_args(runner: Any, count: int) -> list[dict[str, Any] | None] | None:
-    """What each of a step's `count` requests was given as `extra_args` (`vllm_xargs`); None: it is no step of theirs,
-    such as one of random tokens."""
+    """Return what each of a step's `count` requests was given as `extra_args` (`vllm_xargs`); None: it is no step of
+    theirs, such as one of random tokens."""
     names = runner.input_batch.req_ids
     if len(names) < count:
         return None
@@ -138,7 +138,7 @@ def extra_args(runner: Any, count: int) -> list[dict[str, Any] | None] | None:
 
 
 def verified(vllm_config: Any) -> int:
-    """New tokens that a request decodes in a step, at most: one, and those that a draft proposed."""
+    """Return the new tokens that a request decodes in a step, at most: one, and those that a draft proposed."""
     draft = vllm_config.speculative_config
     return 1 if draft is None else 1 + int(draft.num_speculative_tokens or 0)
 
@@ -150,7 +150,7 @@ def is_of_draft(name: str, vllm_config: Any) -> bool:
 
 
 def layers_of(vllm_config: Any, names: list[str] | None = None) -> dict[str, Any]:
-    """The attention layers of this process, by name."""
+    """Return the attention layers of this process, by name."""
     return dict(get_layers_from_vllm_config(vllm_config, Attention, names))
 
 

@@ -14,7 +14,7 @@ from sparseattn.serving.vllm.page_tables import PageZones
 
 
 def packing_of(layer: Any, dtype: torch.dtype, heads: int, block: int, size: int) -> str:
-    """The packing of a layer's cache, seen by letting the engine write rows and reading them.
+    """Return the packing of a layer's cache, seen by letting the engine write rows and reading them.
 
     Raises:
         ValueError: a packing that is not known.

@@ -34,14 +34,14 @@ class Counter:
 
     @classmethod
     def of_process(cls) -> Counter:
-        """The one of this process."""
+        """Return the one of this process."""
         global _own
         if _own is None or _own[0] != os.getpid():
             _own = os.getpid(), cls()
         return _own[1]
 
     def add(self, layer: int, **counts: int) -> None:
-        """Adds to counts of a layer by name."""
+        """Add to counts of a layer by name."""
         for name, count in counts.items():
             self._counts[layer * len(NAMES) + _PLACES[name]] += count
 
@@ -80,7 +80,7 @@ def _counted(counts: bytes) -> Activity:
 
 
 def add_mismatch(why: str) -> None:
-    """Takes note that this process serves as stock vLLM where it was asked to serve sparsely."""
+    """Take note that this process serves as stock vLLM where it was asked to serve sparsely."""
     begin()
     (Path(os.environ[FOLDER]) / f"{os.getpid()}.mismatch").write_text(why)
 
@@ -118,7 +118,7 @@ class Collector:
 
 
 def publish() -> None:
-    """Shows the counts at vLLM's `/metrics`, which serves the default registry of this process; once."""
+    """Show the counts at vLLM's `/metrics`, which serves the default registry of this process; once."""
     from prometheus_client import REGISTRY
 
     global _published

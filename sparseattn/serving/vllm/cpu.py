@@ -125,7 +125,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         return why
 
     def use(self, settings: Settings | None) -> None:
-        """Serves by these settings from the next step on; None: as stock. Indexes begin anew.
+        """Serve by these settings from the next step on; None: as stock. Indexes begin anew.
 
         Raises:
             ValueError: see `plan`; then nothing has changed.
@@ -209,7 +209,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         return super().build(0, common_attn_metadata, fast_build=True)
 
     def written(self, stock: CPUAttentionMetadata) -> None:
-        """Takes note of the entries of which a step writes a row: what the index holds of them is no longer so."""
+        """Take note of the entries of which a step writes a row: what the index holds of them is no longer so."""
         slots = stock.slot_mapping[: stock.num_actual_tokens].numpy()
         places = slots[slots >= 0] // self.zones.unit
         if len(places):
@@ -217,7 +217,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             self.made[places] = False
 
     def _know(self, place: int) -> None:
-        """Makes room for what is known of a place: compiled code looks there unasked."""
+        """Make room for what is known of a place: compiled code looks there unasked."""
         if place >= len(self.made):
             self.made = np.concatenate([self.made, np.zeros(2 * (place + 1) - len(self.made), np.bool_)])
 
@@ -273,7 +273,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         return served
 
     def _asked(self, count: int) -> Asked | None:
-        """What the requests of a step ask; None: nothing."""
+        """Return what the requests of a step ask; None: nothing."""
         if self.runner is None or self.settings is None:
             return None
         if (runner := self.runner()) is None:
@@ -285,7 +285,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         return None if arguments is None else asked(arguments, self.settings.shape[0], self.settings.per_request)
 
     def _tell(self, tickets: Any, served: ServedRequests) -> None:
-        """Counts a step for those who asked with a ticket."""
+        """Count a step for those who asked with a ticket."""
         if not tickets.any():
             return
         layers = collections.Counter((impl.page, impl.pages) for impl in self.sparse)
@@ -389,7 +389,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         return ids
 
     def _look(self, kv_cache: Tensor) -> None:
-        """Compares the cache with the self-test's once it is there, which is later than the self-test."""
+        """Compare the cache with the self-test's once it is there, which is later than the self-test."""
         if not kv_cache.numel():
             return
         self.looked = True

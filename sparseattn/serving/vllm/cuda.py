@@ -186,7 +186,8 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         metadata.places, metadata.step = self.fixed.fill(common, metadata, sparse)
 
     def _count(self, common: CommonAttentionMetadata, metadata: SparseCUDAMetadata, sparse: Tensor) -> None:
-        """What the step's layers do, counted here: a graph that is replayed counts nothing. On the host alone."""
+        """Return what the step's layers do, counted here: a graph that is replayed counts nothing. On the host
+        alone."""
         rows, heads = common.seq_lens_cpu_upper_bound[sparse], self.kv_cache_spec.num_kv_heads
         row = 2 * heads * self.kv_cache_spec.head_size * self.kv_cache_spec.dtype.itemsize
         read = {pages: reads(self.zones, rows, pages) for pages in {layer.impl.sparse.pages for layer in self.sparse}}
@@ -255,7 +256,7 @@ class SparseTritonImpl(TritonAttentionImpl):
 
 
 def given(vllm_config: VllmConfig) -> Settings:
-    """The settings.
+    """Return the settings.
 
     Raises:
         ValueError: there are none, or an engine that cannot be served.
@@ -296,7 +297,7 @@ def take(
     names: list[str],
     settings: Settings,
 ) -> list[Attention]:
-    """Makes layers of a cache's group sparse, and says which."""
+    """Make layers of a cache's group sparse, and say which."""
     layers = get_layers_from_vllm_config(vllm_config, Attention, names)
     every = plan_layers(settings, vllm_config, why_dense_layer)
     taken, reasons = [], set()

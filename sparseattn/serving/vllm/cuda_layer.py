@@ -41,7 +41,7 @@ class SparseCUDALayer:
             self.store = Store(self.selector, places, heads, size, keys.dtype, keys.device)
 
     def update(self, keys: Tensor, places: Tensor | None) -> None:
-        """Computes the entries at `places` `[n]` int64 anew from their rows of `keys` `[blocks,H,block,D]`."""
+        """Compute the entries at `places` `[n]` int64 anew from their rows of `keys` `[blocks,H,block,D]`."""
         if self.store is not None and places is not None:
             self.store.update(places, rows_at(keys, places, self.store.selector.unit))
 
@@ -57,7 +57,7 @@ class SparseCUDALayer:
         return out
 
     def select(self, query: Tensor, step: Step) -> Selection:
-        """The pages of each KV head (or query head) of the n requests, counted from `step.bounds.base`."""
+        """Return the pages of each KV head (or query head) of the n requests, counted from `step.bounds.base`."""
         if self.store is None or not step.table.shape[1]:
             return Selection.none(query.shape[0], query.shape[1], query.device)
         page = self.store.selector.page

@@ -59,7 +59,7 @@ def decoding(common: Any, above: int) -> Tensor:
 
 
 def zones_of(zones: PageZones, rows: Tensor) -> Bounds:
-    """The zones of sequences of `rows` `[n]` rows, for `attend`; none of any where a sequence has no rows."""
+    """Return the zones of sequences of `rows` `[n]` rows, for `attend`; none of any where a sequence has no rows."""
     base = zones.first * zones.unit
     sealed = (zones.sealed(rows) * zones.unit).minimum(rows)
     return Bounds(rows.clamp(max=base).int(), base, sealed.int(), rows.int())
@@ -81,7 +81,7 @@ class Eager:
         return finished(common.slot_mapping[: common.num_actual_tokens], unit, most) if most else None
 
     def step(self, common: Any, metadata: Any, sparse: Tensor) -> Step | None:
-        """The requests that are `sparse` `[R]`, bool on the host; None: there is none."""
+        """Return the requests that are `sparse` `[R]`, bool on the host; None: there is none."""
         chosen = sparse.nonzero()[:, 0]
         if not len(chosen):
             return None
@@ -115,7 +115,7 @@ class FixedBuffers:
         self.written = none.long()  # the entry in which each request's new row lies
 
     def fill(self, common: Any, metadata: Any, sparse: Tensor) -> tuple[Tensor | None, Step]:
-        """The entries to compute anew, `[R]` int64 or None, and the step, for `sparse` `[R]` bool on the host.
+        """Return the entries to compute anew, `[R]` int64 or None, and the step, for `sparse` `[R]` bool on the host.
 
         Of every request the entry of its new row is computed, finished or not: which are finished is data.
 

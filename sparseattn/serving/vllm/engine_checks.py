@@ -17,7 +17,7 @@ KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
 
 
 def settings_of(vllm_config: Any) -> Settings | None:
-    """The settings of an engine's configuration, checked against it; None where there are none.
+    """Return the settings of an engine's configuration, checked against it; None where there are none.
 
     Raises:
         ValueError: settings that `settings.parse` refuses, or an engine that cannot be served.
@@ -148,7 +148,7 @@ def check_shape(settings: Settings, block: int) -> None:
 
 
 def nothing_sparse(settings: Settings, why: str) -> str:
-    """What is said of a model without a sparse layer."""
+    """Return what is said of a model without a sparse layer."""
     return (
         f"no layer of this model would be sparse with dense_layers {settings.dense_layers} ({why}): start vLLM with "
         f"fewer dense_layers, or without sparseattn"

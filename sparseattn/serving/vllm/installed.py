@@ -40,7 +40,7 @@ class InstalledVllm:
 
 
 def engine() -> InstalledVllm:
-    """The vLLM that is installed here.
+    """Return the vLLM that is installed here.
 
     Raises:
         ValueError: none, of a version that is not served, or one that cannot be imported beside what else is here.
@@ -88,7 +88,7 @@ def why_not_on_cuda() -> str | None:
 
 
 def newer_than_tried() -> str | None:
-    """What there is to say of a vLLM that is newer than all that were tried; None: it is not."""
+    """Return what there is to say of a vLLM that is newer than all that were tried; None: it is not."""
     found = distribution()
     if found is None or _series(found[1]) <= NEWEST:
         return None
@@ -96,7 +96,7 @@ def newer_than_tried() -> str | None:
 
 
 def _series(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; a build from a source without one counts as the newest."""
+    """Return the first two numbers of a version; a build from a source without one counts as the newest."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or numbers[0] == "0.0":
         return (sys.maxsize,)
@@ -118,7 +118,7 @@ def check_plugin() -> None:
 
 
 def _why_not(module: str) -> str | None:
-    """The first line of what an import of an installed module raises."""
+    """Return the first line of what an import of an installed module raises."""
     if importlib.util.find_spec(module) is None:
         return None
     try:

@@ -73,7 +73,7 @@ class PerRequest:
         await self.app(scope, _replayed(body, receive), _Reply(send, ticket))
 
     def _of(self, scope: Message) -> Settings | None:
-        """The engine's settings; None: it is stock vLLM."""
+        """Return the engine's settings; None: it is stock vLLM."""
         if not self._settings:
             config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
             self._settings.append(configured(getattr(config, "additional_config", None)))
@@ -139,7 +139,7 @@ class _Reply:
 
 
 async def _whole(receive: Receive) -> tuple[bytes, Message | None]:
-    """A request's body, and the message that came in place of its end, if one did."""
+    """Return a request's body, and the message that came in place of its end, if one did."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -151,7 +151,7 @@ async def _whole(receive: Receive) -> tuple[bytes, Message | None]:
 
 
 def _replayed(body: bytes, receive: Receive, last: Message | None = None) -> Receive:
-    """What gives a body that was read already, and then what comes."""
+    """Return what gives a body that was read already, and then what comes."""
     coming: list[Message] = [{"type": "http.request", "body": body, "more_body": last is not None}]
     coming += [] if last is None else [last]
 

@@ -18,7 +18,7 @@ class Mismatch(ValueError):
 
 
 def met(how: str, why: Exception) -> None:
-    """Serves as stock from now on, logged and counted, where `how` is "stock".
+    """Serve as stock from now on, logged and counted, where `how` is "stock".
 
     Raises:
         Mismatch: where it is not.
@@ -48,6 +48,6 @@ def warn_unfit(why: Exception) -> None:
 
 
 def told(why: Exception) -> str:
-    """What an exception says, in a line, with its kind where it is not meant for a user."""
+    """Return what an exception says, in a line, with its kind where it is not meant for a user."""
     text = " ".join(str(why).split())
     return text if type(why) is ValueError else f"{type(why).__name__}: {text}"

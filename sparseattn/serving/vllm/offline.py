@@ -46,7 +46,7 @@ class Answered:
 
 
 def check_offline() -> str:
-    """The version of a vLLM whose methods can be switched.
+    """Return the version of a vLLM whose methods can be switched.
 
     Raises:
         ValueError: there is none here, or it is of another series or for CUDA.
@@ -105,7 +105,7 @@ class Offline:
         del self._llm
 
     def use(self, settings: Settings | None) -> None:
-        """Serves by these from the next prompt on; None: as stock.
+        """Serve by these from the next prompt on; None: as stock.
 
         Raises:
             ValueError: settings that do not fit the engine.
@@ -159,5 +159,5 @@ class Offline:
 
     @staticmethod
     def counts() -> Activity:
-        """What ran so far, see `stats`."""
+        """Return what ran so far, see `stats`."""
         return stats()

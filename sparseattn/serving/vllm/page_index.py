@@ -36,7 +36,7 @@ class Store:
         return sum(part.nbytes for part in self.entries.values())
 
     def update(self, places: Tensor, keys: Tensor) -> None:
-        """Computes the entries at `places` `[n]` from the keys `[n,H,unit,D]` of their rows."""
+        """Compute the entries at `places` `[n]` from the keys `[n,H,unit,D]` of their rows."""
         count, heads, rows, size = keys.shape
         made = self.selector.entries(keys.transpose(0, 1).contiguous().view(1, heads, count * rows, size))
         for name, part in made.items():

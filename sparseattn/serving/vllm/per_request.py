@@ -102,7 +102,7 @@ class RequestCounts:
 
 
 def of_process() -> RequestCounts:
-    """The counts of this process."""
+    """Return the counts of this process."""
     global _own
     if _own is None or _own[0] != os.getpid():
         _own = os.getpid(), RequestCounts()

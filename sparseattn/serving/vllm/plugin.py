@@ -13,7 +13,7 @@ CUDA_BACKEND = "sparseattn.serving.vllm.cuda.SparseTritonBackend"
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once.
+    """Register the plug-in: called by vLLM in every process, possibly more than once.
 
     In a vLLM that does not know what is called here nothing is changed, and a warning says so; only where the
     environment asks for sparse serving, that is an error. An engine that is asked for it otherwise is refused by

@@ -28,7 +28,7 @@ FEW, EVERY = 3, 1 << 20  # pages that a sparse step reads, of four or more, and 
 
 
 def check(builder: Any) -> None:
-    """Runs the steps, for each method among the builder's sparse layers.
+    """Run the steps, for each method among the builder's sparse layers.
 
     Raises:
         ValueError: something is not as it should be; or whatever a call ends with.

@@ -110,7 +110,8 @@ class ServedModel:
         return [*(str(word) for pair in given.items() for word in pair), *key_apart(self.more)[1]]
 
     def command(self) -> list[str]:
-        """The program to execute: `supervise`, which runs vLLM's server and is the one that signals are sent to."""
+        """Return the program to execute: `supervise`, which runs vLLM's server and is the one that signals are sent
+        to."""
         about = "ignore::DeprecationWarning:__main__"  # the module tells that another command is newer
         server = children.module(MODULE, *self.arguments(), options=["-W", about])
         return [sys.executable, "-IS", supervise.__file__, self.host, str(self.port), str(self.drain), *server]
@@ -147,7 +148,7 @@ class ServedModel:
 
 
 def key_apart(more: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The key that clients need among vLLM's arguments, None where there is none, and the other arguments.
+    """Return the key that clients need among vLLM's arguments, None where there is none, and the other arguments.
 
     Raises:
         ValueError: its argument without a key, or several keys.
@@ -173,7 +174,7 @@ def key_apart(more: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def servable(model: str, progress: Progress | None = None) -> tuple[str, str]:
-    """What vLLM loads for a model as `load_model` takes it, and a name for it.
+    """Return what vLLM loads for a model as `load_model` takes it, and a name for it.
 
     Raises:
         ModelError: see `load.folder_of`; a model without a tokenizer.

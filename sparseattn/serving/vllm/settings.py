@@ -108,7 +108,7 @@ class Settings:
         return self.layers[str(layer)]
 
     def make(self, layer: int = 0) -> PageSelector | Window:
-        """The selector of a layer that is not dense, new.
+        """Return the selector of a layer that is not dense, new.
 
         Raises:
             ValueError: see `parse`.
@@ -116,7 +116,7 @@ class Settings:
         return servable(self._of(layer)[0])
 
     def pages(self, layer: int) -> int:
-        """That a selection head of a layer reads beyond sink and window."""
+        """Return the rows that a selection head of a layer reads beyond sink and window."""
         text, budget = self._of(layer)
         made = servable(text)
         return budget // made.page if isinstance(made, PageSelector) else 0
@@ -129,7 +129,7 @@ class Settings:
         return (given, 0) if isinstance(given, str) else (given["method"], given["budget"])
 
     def each(self) -> list[PageSelector | Window]:
-        """The selectors of all layers, each once."""
+        """Return the selectors of all layers, each once."""
         if self.layers is None:
             return [servable(self.selector)]
         texts = (self._of(int(layer))[0] for layer in self.layers if not self.is_dense(int(layer)))
@@ -160,7 +160,7 @@ class Settings:
 
 
 def servable(text: str) -> PageSelector | Window:
-    """A selector that an engine can serve; ValueError for any other."""
+    """Return a selector that an engine can serve; ValueError for any other."""
     made = make_selector(text)
     if isinstance(made, Window):
         return made
@@ -187,7 +187,7 @@ def servable(text: str) -> PageSelector | Window:
 
 
 def parse(given: Mapping[str, Any]) -> Settings:
-    """Settings from a mapping, as JSON holds it.
+    """Return the settings from a mapping, as JSON holds it.
 
     Raises:
         ValueError: an unknown name or one that is missing, a value of another kind or out of its range, an unknown
@@ -224,7 +224,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
 
 
 def _layers(given: Any) -> dict[str, Any]:
-    """The layers of a plan, checked; ValueError naming the layer."""
+    """Return the layers of a plan, checked; ValueError naming the layer."""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f'"{KEY}": layers are an object of numbers of layers -> roles, got {given!r}')
     found: dict[str, Any] = {}
@@ -267,7 +267,7 @@ def _check_budget(text: str, budget: int) -> None:
 
 
 def configured(additional: Mapping[str, Any] | None) -> Settings | None:
-    """The settings of vLLM's `additional_config`, or else of the environment; None where there are none.
+    """Return the settings of vLLM's `additional_config`, or else of the environment; None where there are none.
 
     Raises:
         ValueError: see `parse`; a variable that is not JSON.

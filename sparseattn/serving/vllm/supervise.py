@@ -30,7 +30,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run(host: str, port: int, drain: float, command: list[str]) -> int:
-    """Runs `command` to its end, or until told to stop: its exit status, 128 and the signal's number for a signal.
+    """Run `command` to its end, or until told to stop: its exit status, 128 and the signal's number for a signal.
 
     A first signal of `STOPS` lets requests under way end within `drain` seconds. A second one ends everything at once.
     While the server starts, and so does not listen yet, the first one already stops all of its processes.
@@ -64,7 +64,7 @@ def run(host: str, port: int, drain: float, command: list[str]) -> int:
 
 
 def _stops(wake: int) -> list[int]:
-    """The signals to stop that came since the last call."""
+    """Return the signals to stop that came since the last call."""
     with contextlib.suppress(BlockingIOError):
         return [number for number in os.read(wake, 64) if number in STOPS]
     return []
@@ -80,7 +80,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _clear(group: int) -> None:
-    """Gives what the server left of its processes time to end, kills what stays, and at last what was spared."""
+    """Give what the server left of its processes time to end, kill what stays, and at last what was spared."""
     for kill in (None, _kill, lambda group: _signal(group, signal.SIGKILL)):
         if kill is not None:
             kill(group)
