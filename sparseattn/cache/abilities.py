@@ -12,7 +12,7 @@ from sparseattn.selectors.abilities import (
     Observes,
     ReadsKeys,
     ReadsRoundedKeys,
-    WeighsNear,
+    WeighsUnsealed,
 )
 from sparseattn.selectors.base import Selector
 
@@ -27,7 +27,8 @@ class Abilities:
         evictors: drop rows.
         followers: follow rows that are moved when others are freed.
         key_readers, rounded_readers: have a view of the sealed keys, or of their codes.
-        looks_ahead, weighs_near: whether any part asks for a query foreseen, or for the weight of what is read anyway.
+        looks_ahead, weighs_unsealed: whether any part asks for a query foreseen, or for the weight of what is read
+            anyway.
     """
 
     observers: tuple[Observes, ...]
@@ -37,7 +38,7 @@ class Abilities:
     key_readers: tuple[ReadsKeys, ...]
     rounded_readers: tuple[ReadsRoundedKeys, ...]
     looks_ahead: bool
-    weighs_near: bool
+    weighs_unsealed: bool
 
     @classmethod
     def of(cls, selector: Selector) -> Abilities:
@@ -57,5 +58,5 @@ class Abilities:
             tuple(selector.find(ReadsKeys)),
             tuple(selector.find(ReadsRoundedKeys)),
             bool(selector.find(LooksAhead)),
-            bool(selector.find(WeighsNear)),
+            bool(selector.find(WeighsUnsealed)),
         )

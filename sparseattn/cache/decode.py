@@ -52,7 +52,7 @@ def decode(
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
     allowed, search = cache.prepare(query, budget), cache.search
-    if allowed.mass is not None or search.abilities.weighs_near:
+    if allowed.mass is not None or search.abilities.weighs_unsealed:
         _same_scale(query, cache, scale, "weighs rows")
     if cache.ranks is not None:
         return _decode_over_ranks(query, cache, allowed, cache.ranks, scale, impl)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.context import StepContext
-from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead, ReadsKeys, ReadsRoundedKeys, WeighsNear
+from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead, ReadsKeys, ReadsRoundedKeys, WeighsUnsealed
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.rows import Rows
 
-MORE_THAN_KEYS = (LearnsFromQueries, ReadsKeys, ReadsRoundedKeys, WeighsNear, LooksAhead)
+MORE_THAN_KEYS = (LearnsFromQueries, ReadsKeys, ReadsRoundedKeys, WeighsUnsealed, LooksAhead)
 SIZES = (5, 7, 11, 13, 17, 19)  # for B, G and P, which must differ from each other and from H and D
 TRIAL = " (a trial before the first step, with sizes that all differ)"
 

@@ -19,7 +19,7 @@ from sparseattn.selectors.abilities import (
     LooksAhead,
     Observes,
     ReadsRoundedKeys,
-    WeighsNear,
+    WeighsUnsealed,
 )
 from sparseattn.selectors.base import Selector
 
@@ -29,7 +29,7 @@ NEEDS_ALL = {
     Observes: "learns from what its rows weighed among all that were read",
     Evicts: "drops rows by what they weigh among all",
     HasTail: "has rows that stand for all that is not read",
-    WeighsNear: "goes by what its rows weigh beside those that every query reads",
+    WeighsUnsealed: "goes by what its rows weigh beside those that every query reads",
     LooksAhead: "goes by a query foreseen from the layer before",
     FollowsLayers: "reads what another layer chose",
     ReadsRoundedKeys: "reads the levels of rounded keys",

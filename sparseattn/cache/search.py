@@ -64,12 +64,12 @@ class Search:
 
     # -- what the selector is told -----------------------------------------------------------------------------------
 
-    def step(self, near: Tensor | None = None, counted: bool = False) -> StepContext:
+    def step(self, unsealed_lse: Tensor | None = None, counted: bool = False) -> StepContext:
         """Return what the selector is told of a step at the newest token, see `StepContext`; once rows are sealed."""
         stored, sealed = self.stored, self.stored.sealed
         positions = stored.newest if sealed.device is None else torch.tensor(stored.zones.next) - 1
         there = sealed.valid.visible, stored.zones.here
-        return StepContext(positions, *there, counted, near, self.lookahead, stored.deal)
+        return StepContext(positions, *there, counted, unsealed_lse, self.lookahead, stored.deal)
 
     def foresee(self, ahead: Tensor) -> None:
         """Tell a selector that looks ahead (`LooksAhead`) what the layer before knew of the next query.
@@ -88,7 +88,7 @@ class Search:
         device = self.stored.sealed.device
         self.lookahead = ahead if device is None else ahead.to(device)
 
-    def near(self, query: Tensor) -> Tensor:
+    def unsealed_lse(self, query: Tensor) -> Tensor:
         """Return what the rows weigh that every query reads, sink and unsealed ones.
 
         Args:
@@ -105,17 +105,17 @@ class Search:
     # -- what it answers ---------------------------------------------------------------------------------------------
 
     def choose(
-        self, query: Tensor, allowed: Allowance, near: Callable[[], Tensor] | None = None, counted: bool = False
+        self, query: Tensor, allowed: Allowance, unsealed_lse: Callable[[], Tensor] | None = None, counted: bool = False
     ) -> Selection:
         """Return the rows of a query, on the device of the sealed rows.
 
         Args:
             query: `[B,H,G,D]`, on the cache's device or on that of the sealed rows.
             allowed: what `KVCache.prepare` said.
-            near: gives what `near` does, on the device of the sealed rows. For a mass it is asked once the selector has
-                weighed its rows, so that what another device computes for it may take as long as the search. None: it
-                is computed where it is needed, from a query on the cache's device, and counted with what choosing
-                reads.
+            unsealed_lse: gives what `unsealed_lse` does, on the device of the sealed rows. For a mass it is asked once
+                the selector has weighed its rows, so that what another device computes for it may take as long as the
+                search. None: it is computed where it is needed, from a query on the cache's device, and counted with
+                what choosing reads.
             counted: whether what choosing reads is counted.
 
         Raises:
@@ -123,28 +123,32 @@ class Search:
         """
         if self.check:
             self.note_dropped()  # what it drops while it chooses, it may still read at this step
-        wanted = allowed.mass is not None or self.abilities.weighs_near
-        there, weighed_here = query, near is None and wanted
+        wanted = allowed.mass is not None or self.abilities.weighs_unsealed
+        there, weighed_here = query, unsealed_lse is None and wanted
         if self.stored.sealed.device is not None:
             there = query.to(self.stored.sealed.device)
         if weighed_here:
-            near = lambda: self.near(query).to(there.device)  # noqa: E731
+            unsealed_lse = lambda: self.unsealed_lse(query).to(there.device)  # noqa: E731
         self.latest_tail = self.latest_promise = None
-        self.latest = self._chosen(there, allowed, near, counted)
+        self.latest = self._chosen(there, allowed, unsealed_lse, counted)
         self.lookahead = None  # it was of this step
         if weighed_here and counted:
             self.latest = self._also_read(self.latest)
         return self.latest
 
-    def _chosen(self, query: Tensor, allowed: Allowance, near: Callable[[], Tensor] | None, counted: bool) -> Selection:
-        """`choose` on the device of the sealed rows, where `near` is given if it is needed."""
+    def _chosen(
+        self, query: Tensor, allowed: Allowance, unsealed_lse: Callable[[], Tensor] | None, counted: bool
+    ) -> Selection:
+        """`choose` on the device of the sealed rows, where `unsealed_lse` is given if it is needed."""
         (rows, mass), selector, stored = allowed, self.selector, self.stored
         if not stored.zones.zone:
             if self._of_ranks is not None and any(stored.zones.sealed):
                 return self._of_ranks.select(query, None, rows)
             chosen = Selection.none(query.shape[0], query.shape[1], query.device)
-            return chosen if mass is None else self._cut(Weighed.nothing(query), near, mass)
-        step = self.step(near() if near is not None and self.abilities.weighs_near else None, counted)
+            return chosen if mass is None else self._cut(Weighed.nothing(query), unsealed_lse, mass)
+        step = self.step(
+            unsealed_lse() if unsealed_lse is not None and self.abilities.weighs_unsealed else None, counted
+        )
         weighed = None
         if self.check and not self.pages_checked:
             selection_checks.check_pages(query, selector)
@@ -166,15 +170,16 @@ class Search:
             return chosen
         if self.check:
             selection_checks.check_weighed(weighed, query, selector)
-        return self._cut(dataclasses.replace(weighed, selection=chosen), near, mass)
+        return self._cut(dataclasses.replace(weighed, selection=chosen), unsealed_lse, mass)
 
-    def _cut(self, weighed: Weighed, near: Callable[[], Tensor] | None, mass: float) -> Selection:
-        assert near is not None
-        chosen, self.latest_promise = cut(weighed, near(), mass)
+    def _cut(self, weighed: Weighed, unsealed_lse: Callable[[], Tensor] | None, mass: float) -> Selection:
+        assert unsealed_lse is not None
+        chosen, self.latest_promise = cut(weighed, unsealed_lse(), mass)
         return chosen
 
     def _also_read(self, chosen: Selection) -> Selection:
-        """Return it with the cost of `near`: the key of every row that it weighs, read before the step reads it."""
+        """Return it with the cost of `unsealed_lse`: the key of every row that it weighs, read before the step reads
+        it."""
         bounds, keys = self.stored.bounds, self.stored.keys.full
         rows = (bounds.sink + bounds.rows - bounds.sealed).to(chosen.start.device, torch.int64)[:, None]  # [B,1]
         scanned = None if chosen.scanned is None else chosen.scanned + rows

@@ -82,8 +82,8 @@ class StepContext:
         sealed: sealed rows of each sequence, without padding.
         counted: whether what choosing reads is to be counted (`Selection.scanned`, `scan_bytes`): comparisons ask for
             it, decoding does not.
-        near: `[B,H,G]` float32, for methods that weigh what every query reads (`WeighsNear`): the log-sum-exp of the
-            logits of sink and unsealed rows, -inf for none.
+        unsealed_lse: `[B,H,G]` float32, for methods that weigh what every query reads (`WeighsUnsealed`): the
+            log-sum-exp of the logits of sink and unsealed rows, -inf for none.
         lookahead: `[B,H,G,D]`, after RoPE, for methods that look ahead (`LooksAhead`): the query that this layer's
             projection makes of the input of the attention layer before. None: nobody has made one.
         deal: which of a sequence's sealed rows these are, where they are dealt to several processes; None: all.
@@ -93,6 +93,6 @@ class StepContext:
     valid: Tensor
     sealed: Sequence[int] = ()
     counted: bool = False
-    near: Tensor | None = None
+    unsealed_lse: Tensor | None = None
     lookahead: Tensor | None = None
     deal: Deal | None = None

@@ -47,25 +47,25 @@ def heaviest(shares: Tensor, held: Tensor, wanted: float) -> Tensor:
     return torch.zeros_like(shares, dtype=torch.bool).scatter(-1, order, before < wanted)
 
 
-def cut(weighed: Weighed, near: Tensor, wanted: float) -> tuple[Selection, Promise]:
+def cut(weighed: Weighed, unsealed_lse: Tensor, wanted: float) -> tuple[Selection, Promise]:
     """Drop the lightest slots that it does not take for a share of the softmax over everything.
 
     A choice for a whole query group is cut where the mean of its query heads holds the share.
 
     Args:
         weighed: a selection and what it weighs.
-        near: `[B,H,G]`, natural logarithm of the sum of exponentiated logits of sink and unsealed rows.
+        unsealed_lse: `[B,H,G]`, natural logarithm of the sum of exponentiated logits of sink and unsealed rows.
         wanted: the share, in (0, 1].
 
     Returns:
         The selection with a length of 0 in slots that are dropped, all else as it was; and what it holds.
     """
-    selection, group = weighed.selection, near.shape[2]
-    dense = near.float().flatten(1)  # [B,H*G]
+    selection, group = weighed.selection, unsealed_lse.shape[2]
+    dense = unsealed_lse.float().flatten(1)  # [B,H*G]
     total = torch.stack([weighed.weights.logsumexp(-1), weighed.rest, dense]).logsumexp(0)
     total = torch.where(total.isinf(), 0.0, total)  # no row at all
     shares, dense = (weighed.weights - total[..., None]).exp(), (dense - total).exp()
-    if selection.start.shape[1] == near.shape[1] != shares.shape[1]:
+    if selection.start.shape[1] == unsealed_lse.shape[1] != shares.shape[1]:
         mean, held = (part.unflatten(1, (-1, group)).mean(2) for part in (shares, dense))
         kept = heaviest(mean, held, wanted)
         of_each = kept[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)

@@ -38,7 +38,7 @@ OLD_FORM = {
     "tails": "HasTail",
     "host": "HostOnly",
     "foresees": "LooksAhead",
-    "needs_near": "WeighsNear",
+    "needs_near": "WeighsUnsealed",
     "reads_stored": "ReadsKeys",
     "estimates": "EstimatesMass",
 }

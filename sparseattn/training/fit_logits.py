@@ -102,7 +102,7 @@ def _seen(
         rows = chosen.rows.view(1, *chosen.start.shape[1:], chosen.span)  # [1,Hs,S,span]
         rows = rows.repeat_interleave(heads * group // rows.shape[1], 1)[0]
         true = far.gather(1, rows.clamp(min=0).flatten(1)).view(rows.shape).masked_fill(rows < 0, -torch.inf)
-        near = cache.search.near(query).flatten()[:, None]
+        near = cache.search.unsealed_lse(query).flatten()[:, None]
         size = chosen.length.repeat_interleave(heads * group // chosen.length.shape[1], 1)[0].float().log()
         weights = torch.cat([true.logsumexp(-1), near], 1).softmax(-1)
         steps.append((torch.cat([weighed.weights[0] - size, near], 1), torch.cat([size, near * 0], 1), weights))

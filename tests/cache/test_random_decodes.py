@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Mass, Recent, Selection, Selector, decode
-from sparseattn.cache.input_checks import check_compactable, check_codec
+from sparseattn.cache.input_checks import check_codec, check_compactable
 from sparseattn.cache.shown_rows import unit_of
 from sparseattn.codecs.base import RowCodec
 from sparseattn.codecs.registry import as_codec, make_codec

@@ -19,7 +19,7 @@ from sparseattn.selectors.abilities.reads_keys import ReadsKeys
 from sparseattn.selectors.abilities.reads_rounded_keys import ReadsRoundedKeys
 from sparseattn.selectors.abilities.replays_native import ReplaysNative
 from sparseattn.selectors.abilities.shares_scores import SharesScores
-from sparseattn.selectors.abilities.weighs_near import WeighsNear
+from sparseattn.selectors.abilities.weighs_unsealed import WeighsUnsealed
 
 __all__ = [
     "Biases",
@@ -38,5 +38,5 @@ __all__ = [
     "ReadsRoundedKeys",
     "ReplaysNative",
     "SharesScores",
-    "WeighsNear",
+    "WeighsUnsealed",
 ]

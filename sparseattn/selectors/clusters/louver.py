@@ -16,7 +16,7 @@ from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, products, sorted_best
 from sparseattn.kernels.listed_scores.dispatch import listed_scores
 from sparseattn.kernels.random_draws import draws, streams
-from sparseattn.selectors.abilities import ReadsKeys, WeighsNear
+from sparseattn.selectors.abilities import ReadsKeys, WeighsUnsealed
 from sparseattn.selectors.base import Rows, Selector, StepContext, best
 from sparseattn.selectors.checks import check_least, half
 from sparseattn.selectors.clusters.halved import halved
@@ -27,7 +27,7 @@ SCORED = {True: 1.0, False: 0.6}  # share of the rows in clusters taken, by `bal
 GAPS = 3  # the largest gaps of a sample, of which that at the highest score is the threshold
 
 
-class Louver(WeighsNear, ReadsKeys, Selector):
+class Louver(WeighsUnsealed, ReadsKeys, Selector):
     """Reads, for each query head, every row whose product with the query reaches a threshold, and no other.
 
     The channels are split into parts, and in each part the keys into clusters of `rows` keys. A ball about a cluster's
@@ -92,7 +92,7 @@ class Louver(WeighsNear, ReadsKeys, Selector):
         self.draw = RowBuffer(2, capacity=sample)  # [B,H,M] int64, by which they were drawn
 
     def has(self, ability: type) -> bool:
-        return super().has(ability) and (self.threshold == "mass" or ability is not WeighsNear)
+        return super().has(ability) and (self.threshold == "mass" or ability is not WeighsUnsealed)
 
     @property
     def unit(self) -> int:
@@ -193,9 +193,9 @@ class Louver(WeighsNear, ReadsKeys, Selector):
             return (scores[..., 0] + mean) / 2
         if self.threshold == "gap":
             return self._below_gap(scores)
-        assert step.near is not None
+        assert step.unsealed_lse is not None
         heat = self.temperature(query.shape[3])
-        known = torch.logaddexp((scores / heat).logsumexp(-1), step.near.to(scores.device))
+        known = torch.logaddexp((scores / heat).logsumexp(-1), step.unsealed_lse.to(scores.device))
         return heat * (known + math.log(1 - self.p) - real.clamp(min=1).log()[:, None, None])
 
     @staticmethod

@@ -13,14 +13,14 @@ from torch import Tensor
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan
 from sparseattn.kernels.topk.dispatch import best_pages
-from sparseattn.selectors.abilities import ComparesHeads, WeighsNear
+from sparseattn.selectors.abilities import ComparesHeads, WeighsUnsealed
 from sparseattn.selectors.base import StepContext
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.key_scorer import KeyScorer
 from sparseattn.selectors.newest import newest
 
 
-class Delta(ComparesHeads, WeighsNear, KeyScorer):
+class Delta(ComparesHeads, WeighsUnsealed, KeyScorer):
     """Reads one list of pages for all heads of a layer, by the largest weight that a head gives to each of their rows.
 
     A page's score is the sum, over its rows, of the largest softmax weight among all query heads of the layer. The
@@ -54,8 +54,8 @@ class Delta(ComparesHeads, WeighsNear, KeyScorer):
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         pages, logits = budget // self.page, self.logits(query, step)
-        assert step.near is not None
-        total = torch.logaddexp(logits.logsumexp(-1), step.near.to(logits.device))[..., None]
+        assert step.unsealed_lse is not None
+        total = torch.logaddexp(logits.logsumexp(-1), step.unsealed_lse.to(logits.device))[..., None]
         weights = (logits - total).exp().amax((1, 2))  # [B,N]
         real = step.valid[:, :: self.page]
         scores = weights.unflatten(1, (-1, self.page)).sum(-1).masked_fill(~real, -torch.inf)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, both, sorted_best
 from sparseattn.kernels.random_draws import draws, streams
-from sparseattn.selectors.abilities import Biases, Evicts, HasTail, ReadsKeys, WeighsNear
+from sparseattn.selectors.abilities import Biases, Evicts, HasTail, ReadsKeys, WeighsUnsealed
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.combined.wrapper import Wrapper
@@ -23,7 +23,7 @@ TINY = 1e-30  # of a denominator of nothing
 SIGNLESS = (1 << 63) - 1  # takes the sign from a draw
 
 
-class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
+class VAttention(Biases, WeighsUnsealed, ReadsKeys, Wrapper):
     """Reads what another selector chooses, and of all other rows as many at random as keep the softmax's denominator
     within a relative error epsilon, with probability 1 - delta.
 
@@ -133,8 +133,8 @@ class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
         first = drawn[..., : min(max(2, math.ceil(self.rate * stored)), slots)]  # [B,H,b]
         logits = (scaled @ _keys(keys, first).float().mT).masked_fill(named.gather(3, _every(first, group)), -torch.inf)
         known = _log_sum(scaled, keys, chosen)
-        if step.near is not None:
-            known = torch.logaddexp(known, step.near.float())
+        if step.unsealed_lse is not None:
+            known = torch.logaddexp(known, step.unsealed_lse.float())
 
         self.needed = needed = self._needed(logits, base, known, total)
         whole = (needed >= total) & (total <= budget)

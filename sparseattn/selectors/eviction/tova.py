@@ -11,13 +11,13 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan
-from sparseattn.selectors.abilities import ComparesHeads, WeighsNear
+from sparseattn.selectors.abilities import ComparesHeads, WeighsUnsealed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.eviction.attention_received import received
 from sparseattn.selectors.eviction.base import Observing, every_row, last_of
 
 
-class TOVA(ComparesHeads, WeighsNear, Observing):
+class TOVA(ComparesHeads, WeighsUnsealed, Observing):
     """Holds the rows with the largest weight of the newest query, in the mean over all heads of the layer.
 
     The prompt's last query chooses among the prompt's rows; each step's query, among those that are left. All heads
@@ -63,8 +63,8 @@ class TOVA(ComparesHeads, WeighsNear, Observing):
         return 1e6 + positions  # above every weight
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        assert step.near is not None
-        self.near.data[:, 0] = step.near
+        assert step.unsealed_lse is not None
+        self.near.data[:, 0] = step.unsealed_lse
         return super().select(query, step, budget)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:

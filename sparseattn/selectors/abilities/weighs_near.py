@@ -1,7 +1,0 @@
-"""Methods that weigh what every query reads, sink and unsealed rows, before they choose."""
-
-from __future__ import annotations
-
-
-class WeighsNear:
-    """A method whose `select` goes by `StepContext.near`. Where sealed rows lie apart, the host waits for it."""
