@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -130,13 +130,19 @@ class Fit:
             moments = self.optimizer.state[parameter]
             tensors[f"mean/{name}"] = moments["exp_avg"]
             tensors[f"square/{name}"] = moments["exp_avg_sq"]
-        return tensors, {name: getattr(self, name) for name in self._COUNTERS}
+        facts = {name: getattr(self, name) for name in self._COUNTERS}
+        for name in self._UNMEASURED:  # JSON has no infinity
+            facts[name] = [value if math.isfinite(value) else None for value in facts[name]]
+        return tensors, facts
 
     _COUNTERS = ("step", "best_loss", "best_step", "stale", "stopped", "best_score")
+    _UNMEASURED: ClassVar = {"best_loss": math.inf, "best_score": -math.inf}  # what stands before the first validation
 
     def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         for name in self._COUNTERS:
             setattr(self, name, facts[name])
+        for name, start in self._UNMEASURED.items():
+            setattr(self, name, [start if value is None else value for value in facts[name]])
         device = self.best["w1"].device
         self.model.load_state_dict({name: tensors[f"now/{name}"] for name in self.best})
         self.best = {name: tensors[f"best/{name}"].to(device) for name in self.best}
