@@ -101,9 +101,8 @@ class _Reader:
             if name in shapes:
                 raise _Wrong(f"{_shown(name)} comes twice")
             shapes[name] = tuple(self._number("Q", f"the dimensions of {_shown(name)}") for _ in range(rank))
-            if (
-                min(shapes[name]) < 1 or math.prod(shapes[name]) > 8 * 8 * self._size
-            ):  # no type has less than an 1/8 bit
+            # no type has less than an 1/8 bit
+            if min(shapes[name]) < 1 or math.prod(shapes[name]) > 8 * 8 * self._size:
                 raise _Wrong(f"{_shown(name)} has dimensions {list(shapes[name])}, which the file has no room for")
             self._number("I", f"the type of {_shown(name)}")
             offsets[name] = self._number("Q", f"the offset of {_shown(name)}")

@@ -44,7 +44,7 @@ class Merging(HasTail, Evicting):
 
     @abstractmethod
     def merge(self, b: int, gone: Tensor, stay: Tensor) -> None:
-        """Merge rows that sequence b has just dropped, `gone` `[H,N]` bool, into those that are `stay` `[H,N]` bool."""
+        """Merge rows that sequence b has just dropped, `gone` `[H,N]` bool, into those that `stay` `[H,N]` bool."""
 
     def fix(self, rows: int, seal: int) -> None:
         raise ValueError(f"{self} merges rows head by head, on the host's word: build the KVCache without fixed=True")
