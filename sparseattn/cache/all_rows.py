@@ -32,10 +32,10 @@ def everything(cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
     heads, device = stored.keys.full.shape[1], stored.device
     row, base = torch.arange(stored.keys.rows), zones.start
     count, end = torch.tensor(zones.count)[:, None], torch.tensor(zones.end)[:, None]
-    near = (row < count.clamp(max=zones.sink)) | ((row >= base) & (row < end))
-    near = near[:, None].expand(-1, heads, -1).to(device)  # [B,H,N]
-    sealed = stored.sealed.real.data.to(device) if zones.zone else near[:, :, :0]
-    real = torch.cat([near[:, :, : zones.sink], sealed, near[:, :, base:]], 2)
+    dense = (row < count.clamp(max=zones.sink)) | ((row >= base) & (row < end))
+    dense = dense[:, None].expand(-1, heads, -1).to(device)  # [B,H,N]
+    sealed = stored.sealed.real.data.to(device) if zones.zone else dense[:, :, :0]
+    real = torch.cat([dense[:, :, : zones.sink], sealed, dense[:, :, base:]], 2)
     if not (zones.apart and zones.zone):
         return stored.keys.data, stored.values.data, real
     keys, values = (

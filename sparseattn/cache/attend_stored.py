@@ -55,10 +55,10 @@ def _dealt(query: Tensor, cache: KVCache, scale: float | None, impl: str | None)
     """`attend_stored` over this rank's rows."""
     stored, (batch, heads) = cache.stored, query.shape[:2]
     nothing = Selection.none(batch, heads, query.device)
-    near = attend(query, cache.keys, cache.values, nothing, stored.near_bounds, scale=scale, impl=impl)
+    beside = attend(query, cache.keys, cache.values, nothing, stored.near_bounds, scale=scale, impl=impl)
     every = _all_sealed(cache)
     far = attend(query, *stored.sealed_rows(), every, stored.sealed_bounds, scale=scale, impl=impl)
-    return merge(*(torch.stack(pair) for pair in zip(near, far, strict=True)))
+    return merge(*(torch.stack(pair) for pair in zip(beside, far, strict=True)))
 
 
 def with_new_rows(

@@ -68,13 +68,13 @@ def _decode_beside_host(
     """`decode` where sealed rows lie in host memory, which is searched and attended to there."""
     search, (on_host, copied) = cache.search, _to_host(query)
     nothing = Selection.none(query.shape[0], query.shape[1], query.device)
-    near = attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl)
+    beside = attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl)
     if copied is not None:
         copied.synchronize()  # waits for the query, not for the attention queued behind it
-    selection = search.choose(on_host, allowed, lambda: near[1].to(on_host.device), counted=cache.check)
+    selection = search.choose(on_host, allowed, lambda: beside[1].to(on_host.device), counted=cache.check)
     parts, weights = _attend_parts(on_host, cache, selection, True, scale, None)
     there = [(_to_device(out, query.device), _to_device(lse, query.device)) for out, lse in parts]
-    out, total = _merged([near, *there])
+    out, total = _merged([beside, *there])
     if weights is not None:  # the host waits for the device: what rows got is known when all is
         _observed(cache, selection, weights, parts[0][1], total.to(on_host.device))
     return out
@@ -87,10 +87,10 @@ def _decode_over_ranks(
     every query reads to its part, and all merge what they got."""
     stored = cache.stored
     nothing = Selection.none(query.shape[0], query.shape[1], query.device)
-    near = attend(query, cache.keys, cache.values, nothing, stored.near_bounds, scale=scale, impl=impl)
+    beside = attend(query, cache.keys, cache.values, nothing, stored.near_bounds, scale=scale, impl=impl)
     selection = cache.search.choose(query, allowed, counted=cache.check)
     parts, _ = _attend_parts(query, cache, selection, True, scale, impl)
-    return ranks.merged(*_merged([near, *parts]))[0]
+    return ranks.merged(*_merged([beside, *parts]))[0]
 
 
 def attend_chosen(

@@ -76,7 +76,7 @@ def append_kept(selector: Selector, rows: Rows, folder: str | os.PathLike[str]) 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         order = append_first(selector, rows)
-    texts = [str(one.message) for one in said]
+    texts = [str(warning.message) for warning in said]
     try:
         _save(selector, rows, known, order, path, texts)
     except IndexFileError as error:  # what was built is good, and it took long

@@ -58,8 +58,8 @@ def check_tensors(keys: object, values: object, queries: object, positions: obje
             only_tensors(**{name: part})
 
 
-def check_rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
-    """Check that new rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
+def check_rows(keys: Tensor, values: Tensor, stored: Tensor | None) -> None:
+    """Check that new rows fit each other and the stored keys `stored` `[B,H,N,D]`, and are finite; else ValueError."""
     if keys.ndim != 4 or keys.shape != values.shape or not (keys.shape[0] and keys.shape[1]):
         raise ValueError(
             f"append takes keys and values of one shape [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}"
@@ -71,15 +71,15 @@ def check_rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
             f"append takes keys and values of one floating dtype and device, got {keys.dtype} on {keys.device} and "
             f"{values.dtype} on {values.device}"
         )
-    if held is not None:
-        if (keys.shape[0], keys.shape[1], keys.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
+    if stored is not None:
+        if (keys.shape[0], keys.shape[1], keys.shape[3]) != (stored.shape[0], stored.shape[1], stored.shape[3]):
             raise ValueError(
-                f"this cache's storage is [B,H,N,D] = {[*held.shape[:2], 'N', held.shape[3]]}, got keys "
+                f"this cache's storage is [B,H,N,D] = {[*stored.shape[:2], 'N', stored.shape[3]]}, got keys "
                 f"{list(keys.shape)}"
             )
-        if keys.dtype != held.dtype or keys.device != held.device:
+        if keys.dtype != stored.dtype or keys.device != stored.device:
             raise ValueError(
-                f"this cache's storage is {held.dtype} on {held.device}, got keys of {keys.dtype} on {keys.device}"
+                f"this cache's storage is {stored.dtype} on {stored.device}, got keys of {keys.dtype} on {keys.device}"
             )
     if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
         check_finite(keys=keys, values=values)
@@ -115,14 +115,14 @@ def check_repeatable(rows: Tensor, what: str) -> None:
         raise RuntimeError(f"{what} goes by counts on the host, which no CUDA graph repeats: do it between the replays")
 
 
-def check_queries(given: Tensor | None, keys: Tensor, who: Selector | RowCodec, held: Tensor | None) -> None:
-    """Check that queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `held`; else ValueError."""
+def check_queries(given: Tensor | None, keys: Tensor, who: Selector | RowCodec, buffer: Tensor | None) -> None:
+    """Check that queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `buffer`; else ValueError."""
     if given is None:
         raise ValueError(f"{who!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
     batch, heads, new, size = keys.shape
-    group = "G" if held is None else held.shape[2]
+    group = "G" if buffer is None else buffer.shape[2]
     fits = given.ndim == 5 and given.shape[:2] == (batch, heads) and given.shape[3:] == (new, size)
-    if not fits or (held is not None and given.shape[2] != group):
+    if not fits or (buffer is not None and given.shape[2] != group):
         raise ValueError(
             f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = {[batch, heads, group, new, size]}, got "
             f"{list(given.shape)}"
@@ -291,33 +291,33 @@ def checked_device(given: torch.device | str | None) -> torch.device | None:
     )
 
 
-def check_query(asked: Tensor, held: Tensor) -> None:
-    """Check that a query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
-    if not isinstance(asked, Tensor):
-        only_tensors(query=asked)
+def check_query(query: Tensor, keys: Tensor) -> None:
+    """Check that a query `[B,H,G,D]` fits the stored keys `keys` `[B,H,N,D]`; else ValueError."""
+    if not isinstance(query, Tensor):
+        only_tensors(query=query)
     if (
-        asked.ndim != 4
-        or asked.shape[:2] != held.shape[:2]
-        or asked.shape[3] != held.shape[3]
-        or (asked.dtype != held.dtype or asked.device != held.device)
+        query.ndim != 4
+        or query.shape[:2] != keys.shape[:2]
+        or query.shape[3] != keys.shape[3]
+        or (query.dtype != keys.dtype or query.device != keys.device)
     ):
-        (batch, heads, _, size), hint = held.shape, ""
-        group = asked.shape[1] // heads if asked.ndim == 4 else 0
-        if group > 1 and list(asked.shape) == [batch, heads * group, 1, size]:
+        (batch, heads, _, size), hint = keys.shape, ""
+        group = query.shape[1] // heads if query.ndim == 4 else 0
+        if group > 1 and list(query.shape) == [batch, heads * group, 1, size]:
             hint = f"; transformers' [B,Hq,1,D] is query.view({batch}, {heads}, {group}, {size}) here"
         raise ValueError(
-            f"a query of this cache is [B,H,G,D] = {[batch, heads, 'G', size]} {held.dtype} on {held.device}, got "
-            f"{list(asked.shape)} {asked.dtype} on {asked.device}{hint}"
+            f"a query of this cache is [B,H,G,D] = {[batch, heads, 'G', size]} {keys.dtype} on {keys.device}, got "
+            f"{list(query.shape)} {query.dtype} on {query.device}{hint}"
         )
 
 
-def check_group(asked: Tensor, learned: Tensor) -> None:
+def check_group(query: Tensor, learned: Tensor) -> None:
     """Check that a query `[B,H,G,D]` has the G of the queries stored, `[B,H,G,m,D]`, or a multiple of it; else
     ValueError."""
-    if asked.shape[2] % learned.shape[2]:
+    if query.shape[2] % learned.shape[2]:
         raise ValueError(
             f"this cache was shown queries of {learned.shape[2]} query heads per KV head, got a query of "
-            f"{asked.shape[2]}"
+            f"{query.shape[2]}"
         )
 
 
@@ -333,10 +333,10 @@ def check_finite(**parts: Tensor) -> None:
 def check_order(given: Tensor, stored: Tensor, new: int) -> None:
     """Check that a selector's order `[B,H,m]` permutes, in every head, the last m rows of the sealed keys `stored`
     `[B,H,N,D]`, at least the `new` ones; else ValueError."""
-    batch, heads, held = stored.shape[:3]
-    fits = given.ndim == 3 and given.shape[:2] == (batch, heads) and new <= given.shape[2] <= held
+    batch, heads, rows = stored.shape[:3]
+    fits = given.ndim == 3 and given.shape[:2] == (batch, heads) and new <= given.shape[2] <= rows
     if not fits or given.dtype != torch.int64:
-        more = f", or of up to all {held} sealed rows" if held > new else ""
+        more = f", or of up to all {rows} sealed rows" if rows > new else ""
         raise ValueError(
             f"a selector's order is int64 [B,H,n] = {[batch, heads, new]}{more}, got {given.dtype} {list(given.shape)}"
         )

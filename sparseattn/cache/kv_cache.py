@@ -39,8 +39,8 @@ def _fits(query: Tensor, keys: Tensor | None) -> bool:
     """Whether a query `[B,H,G,D]` is one of stored keys `[B,H,N,D]`; `input_checks.check_query` says why not."""
     if keys is None or query.ndim != 4 or query.dtype != keys.dtype or query.device != keys.device:
         return False
-    (batch, heads, _, size), held = query.shape, keys.shape
-    return batch == held[0] and heads == held[1] and size == held[3]
+    (batch, heads, _, size), shape = query.shape, keys.shape
+    return batch == shape[0] and heads == shape[1] and size == shape[3]
 
 
 class KVCache(CacheEdits):
@@ -131,10 +131,13 @@ class KVCache(CacheEdits):
         wanted = Wanted.of(selector, codec, window + rollback + self.unit)
         codes = None if codec is None else StoredCodes(codec, capacity)
         own = capacity if ranks is None else deal.most(capacity)
-        sealed, near = SealedRows(own, self.sealed_device, codes, exact, ranks is not None, disk), capacity
+        sealed, unsealed_rows = SealedRows(own, self.sealed_device, codes, exact, ranks is not None, disk), capacity
         if sealed.apart:
-            near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
-        self.stored, self._learns = StoredRows(sink, near, sealed, wanted, deal), bool(wanted.share or wanted.last)
+            unsealed_rows = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
+        self.stored, self._learns = (
+            StoredRows(sink, unsealed_rows, sealed, wanted, deal),
+            bool(wanted.share or wanted.last),
+        )
         self._tokens, self.search = TokenStore(self.stored), Search(selector, self.stored, check, ranks)
         folder = None if indexes is None else usable_folder(indexes)
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)

@@ -159,5 +159,5 @@ class Zones:
 
     def take(self, index: Sequence[int]) -> None:
         """Sequence b becomes what sequence `index[b]` was."""
-        held = self.count, self.sealed, self.next, self.here
-        self.count, self.sealed, self.next, self.here = ([counts[b] for b in index] for counts in held)
+        counts_by_sequence = self.count, self.sealed, self.next, self.here
+        self.count, self.sealed, self.next, self.here = ([counts[b] for b in index] for counts in counts_by_sequence)

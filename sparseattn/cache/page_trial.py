@@ -54,8 +54,8 @@ def check_broadcast(method: PageSelector, query: Tensor) -> None:
 
 
 def _failed(method: PageSelector, query: Tensor, rows: int, error: Exception) -> str:
-    held = {name: list(getattr(method, name).visible.shape) for name in method.entry_names}
-    shapes = ", ".join(f"{name} {shape}" for name, shape in held.items())
+    entry_shapes = {name: list(getattr(method, name).visible.shape) for name in method.entry_names}
+    shapes = ", ".join(f"{name} {shape}" for name, shape in entry_shapes.items())
     return (
         f"scores of {type(method).__name__} fails for {len(query)} sequences, query [B,H,G,D] = {list(query.shape)}, "
         f"{shapes} and real [B,E] = [{len(query)}, {rows // method.unit}]: {error}. Against [B,H,G,P], an entry's "

@@ -103,8 +103,10 @@ def written(cache: SavedCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
     check_whole(cache)
     cache.stored.require()
     stored, zones = cache.stored, cache.stored.zones
-    near = {"keys": stored.keys.data, "values": stored.values.data, "positions": stored.positions.data}
-    tensors = {f"near/{name}": _without_sealed(part, 1 if part.ndim == 2 else 2, zones) for name, part in near.items()}
+    unsealed = {"keys": stored.keys.data, "values": stored.values.data, "positions": stored.positions.data}
+    tensors = {
+        f"near/{name}": _without_sealed(part, 1 if part.ndim == 2 else 2, zones) for name, part in unsealed.items()
+    }
     try:
         tensors |= saved_states(_states(cache))
     except ValueError as error:
@@ -189,32 +191,32 @@ def fill(cache: SavedCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
 
 
 def _fill(cache: SavedCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    stored, held = cache.stored, dict(tensors)
+    stored, parts = cache.stored, dict(tensors)
     there = stored.sealed.device or device
-    near = {name: held.pop(f"near/{name}") for name in ("keys", "values", "positions")}
-    like = near["keys"][:, :, :0].to(device)
-    _check_shapes(cache, said, near)
+    unsealed = {name: parts.pop(f"near/{name}") for name in ("keys", "values", "positions")}
+    like = unsealed["keys"][:, :, :0].to(device)
+    _check_shapes(cache, said, unsealed)
     zones = Zones(len(like), cache.sink, stored.zones.apart)
     zones.resume(said["sequences"], said["zones"]["zone"], said["zones"]["freed"])
     stored.begin(zones, like)
     sealed = None
     if not zones.apart and zones.zone:
-        sealed = {name: held.pop(f"sealed/{name}/rows") for name in ("keys", "values")}
-    _place(cache, near, sealed, device)
+        sealed = {name: parts.pop(f"sealed/{name}/rows") for name in ("keys", "values")}
+    _place(cache, unsealed, sealed, device)
     if stored.sealed.codes is not None:
         stored.sealed.codes.bind(cache.selector.layer_context)
     states = _states(cache)
     own = {name: state for name, state in states.items() if name.startswith("queries/")}
-    restore_states(own, {name: part for name, part in held.items() if name.startswith("queries/")}, device)
+    restore_states(own, {name: part for name, part in parts.items() if name.startswith("queries/")}, device)
     others = {name: state for name, state in states.items() if name not in own}
-    restore_states(others, {name: part for name, part in held.items() if not name.startswith("queries/")}, there)
+    restore_states(others, {name: part for name, part in parts.items() if not name.startswith("queries/")}, there)
     set_counted(cache.selector, said["counted"])
     stored.sealed.dropped = bool(said["zones"]["dropped"])
     cache.resume(bool(said["zones"]["begun"]))
 
 
-def _check_shapes(cache: SavedCache, said: Mapping[str, Any], near: Mapping[str, Tensor]) -> None:
-    keys, values, positions = (near[name] for name in ("keys", "values", "positions"))
+def _check_shapes(cache: SavedCache, said: Mapping[str, Any], unsealed: Mapping[str, Tensor]) -> None:
+    keys, values, positions = (unsealed[name] for name in ("keys", "values", "positions"))
     if keys.ndim != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ValueError(f"keys and values are [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}")
     if [*keys.shape[:2], keys.shape[3]] != said["shape"] or str(keys.dtype) != said["dtype"]:
@@ -227,14 +229,14 @@ def _check_shapes(cache: SavedCache, said: Mapping[str, Any], near: Mapping[str,
 
 
 def _place(
-    cache: SavedCache, near: Mapping[str, Tensor], sealed: Mapping[str, Tensor] | None, device: torch.device
+    cache: SavedCache, unsealed: Mapping[str, Tensor], sealed: Mapping[str, Tensor] | None, device: torch.device
 ) -> None:
     """Store sink and recent rows, with the sealed ones between them where they do not lie apart."""
     stored, zones = cache.stored, cache.stored.zones
     gap = 0 if zones.apart else zones.zone
-    first, rows = zones.sink, near["keys"].shape[2]
+    first, rows = zones.sink, unsealed["keys"].shape[2]
     for name, buffer in (("keys", stored.keys), ("values", stored.values), ("positions", stored.positions)):
-        part = near[name] if name == "positions" else near[name].to(device)
+        part = unsealed[name] if name == "positions" else unsealed[name].to(device)
         full = buffer.resize(rows + gap, part)
         full.narrow(buffer.dim, 0, first).copy_(part.narrow(buffer.dim, 0, first))
         full.narrow(buffer.dim, first + gap, rows - first).copy_(part.narrow(buffer.dim, first, rows - first))

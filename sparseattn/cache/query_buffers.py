@@ -37,12 +37,12 @@ class Queries(RowBuffer):
         """Keep the sampled of `queries` `[B,H,G,n,D]` at positions `at` `[B,n]`; none of a negative position."""
         wanted = sampled(at, self.share)
         more = wanted.sum(1)
-        held = self.held if self.held.shape == more.shape else torch.zeros_like(more)
-        self.held = held + more
+        kept = self.held if self.held.shape == more.shape else torch.zeros_like(more)
+        self.held = kept + more
         self.resize(int(self.held.max()), queries)
         for b in more.nonzero()[:, 0].tolist():
             rows = wanted[b].nonzero()[:, 0].to(queries.device)
-            self.full[b, :, :, int(held[b]) : int(self.held[b])] = queries[b].index_select(2, rows)
+            self.full[b, :, :, int(kept[b]) : int(self.held[b])] = queries[b].index_select(2, rows)
 
     def hand_over(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Give away the queries of each sequence's oldest rows, those at positions `at` `[B,n]`, negative for none.
@@ -89,9 +89,9 @@ class Queries(RowBuffer):
     def saved(self) -> dict[str, Tensor]:
         return {**super().saved(), "held": self.held} if self.allocated else {}
 
-    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
-        super().restore({name: part for name, part in held.items() if name != "held"}, device)
-        self.held = held["held"].to("cpu", torch.int64)
+    def restore(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+        super().restore({name: part for name, part in tensors.items() if name != "held"}, device)
+        self.held = tensors["held"].to("cpu", torch.int64)
 
 
 class LastQueries(RowBuffer):
@@ -112,17 +112,17 @@ class LastQueries(RowBuffer):
         So many of the newest stay that, once one more and then `spare` of them are dropped, all that are wanted are
         there.
         """
-        most, held = self.wanted + 1 + spare, self.full if self.allocated else queries[:, :, :, :0]
+        most, kept = self.wanted + 1 + spare, self.full if self.allocated else queries[:, :, :, :0]
         before = self.at if self.allocated else at[:, :0]
         both, old = torch.cat([before, at], 1), before.shape[1]
-        chosen = [(one >= 0).nonzero()[:, 0][-most:] for one in both]
+        chosen = [(mask >= 0).nonzero()[:, 0][-most:] for mask in both]
         size = max(map(len, chosen))
         self.at = torch.full((len(at), size), -1)
         self.storage = queries.new_zeros(*queries.shape[:3], size, queries.shape[4])
         self.rows = size
         for b, ids in enumerate(chosen):
             self.at[b, size - len(ids) :] = both[b, ids]
-            for source, mine in ((held, ids[ids < old]), (queries, ids[ids >= old] - old)):
+            for source, mine in ((kept, ids[ids < old]), (queries, ids[ids >= old] - old)):
                 to = size - len(ids) + (int((ids < old).sum()) if source is queries else 0)
                 taken = source[b].index_select(2, mine.to(source.device))
                 self.storage[b, :, :, to : to + len(mine)] = taken
@@ -134,13 +134,13 @@ class LastQueries(RowBuffer):
             `[B,H,G,wanted,D]`, zero in front of a shorter sequence, and their positions `[B,wanted]` int64 on the CPU,
             there -1.
         """
-        held, at = self.full, self.at
+        kept, at = self.full, self.at
         stop = at.shape[1] - newest
         first = max(stop - self.wanted, 0)
         lacking = self.wanted - max(stop - first, 0)
         self.reset()
-        queries = held.new_zeros(*held.shape[:3], self.wanted, held.shape[4])
-        queries[:, :, :, lacking:] = held[:, :, :, first : max(stop, 0)]
+        queries = kept.new_zeros(*kept.shape[:3], self.wanted, kept.shape[4])
+        queries[:, :, :, lacking:] = kept[:, :, :, first : max(stop, 0)]
         positions = torch.full((len(at), self.wanted), -1)
         positions[:, lacking:] = at[:, first : max(stop, 0)]
         return queries, positions
@@ -162,10 +162,10 @@ class LastQueries(RowBuffer):
         for b, rows in enumerate(gone):
             real = (kept[b] >= 0).nonzero()[:, 0]
             kept[b, real[max(len(real) - rows, 0) :]] = -1
-        held = self.full
-        self.rows, self.storage = 0, held[:, :, :, :0]
+        stored = self.full
+        self.rows, self.storage = 0, stored[:, :, :, :0]
         self.at, at = kept[:, :0], kept
-        self.store(held, at, held.shape[3])
+        self.store(stored, at, stored.shape[3])
 
     def take(self, index: Tensor) -> None:
         super().take(index)
@@ -187,6 +187,6 @@ class LastQueries(RowBuffer):
     def saved(self) -> dict[str, Tensor]:
         return {**super().saved(), "at": self.at} if self.allocated else {}
 
-    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
-        super().restore({name: part for name, part in held.items() if name != "at"}, device)
-        self.at = held["at"].to("cpu", torch.int64)
+    def restore(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+        super().restore({name: part for name, part in tensors.items() if name != "at"}, device)
+        self.at = tensors["at"].to("cpu", torch.int64)

@@ -57,14 +57,14 @@ def check_plain(
     fixed: bool, sealed_device: torch.device | None, codec: RowCodec | None, indexes: object, exact: bool
 ) -> None:
     """Check for a cache of rows as they come, on one device, whose storage grows; else ValueError."""
-    asked = {
+    refused = {
         "fixed=True": fixed,
         f"sealed_device={str(sealed_device)!r}": sealed_device is not None,
         f"rows={str(codec)!r}": codec is not None,
         f"indexes={str(indexes)!r}": indexes is not None,
         "exact=True": exact,
     }
-    if given := [text for text, there in asked.items() if there]:
+    if given := [text for text, there in refused.items() if there]:
         raise ValueError(
             f"a cache whose rows are dealt to ranks keeps them as they come, on its own device, in storage that grows: "
             f"leave out {', '.join(given)}, or group"

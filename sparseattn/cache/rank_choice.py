@@ -93,14 +93,14 @@ class Agreed(RankChoice):
                 is taken, on every rank alike.
         """
         slots = min(count, most)
-        found = votes.topk(min(slots, votes.shape[2]), dim=-1)
-        own = torch.nn.functional.pad(found.values, (0, slots - found.values.shape[2]), value=-torch.inf)
+        top = votes.topk(min(slots, votes.shape[2]), dim=-1)
+        own = torch.nn.functional.pad(top.values, (0, slots - top.values.shape[2]), value=-torch.inf)
         every = self.ranks.gather(own, "choice").movedim(0, 2).flatten(2)  # [B,Hs,ranks*S]
         best = every.argsort(dim=-1, descending=True, stable=True)[..., :count]
         taken = torch.zeros_like(every, dtype=torch.bool).scatter_(2, best, True)
         first = self.ranks.rank * slots
         mine = taken[..., first : first + slots] & ~own.isneginf()
-        ids = torch.nn.functional.pad(found.indices, (0, slots - found.indices.shape[2]))
+        ids = torch.nn.functional.pad(top.indices, (0, slots - top.indices.shape[2]))
         return torch.where(mine, ids, -1)
 
 

@@ -54,10 +54,10 @@ def keep_recent(buffers: Buffers, zones: Zones, each: Sequence[int]) -> None:
     later_rows = [recent - sealed for recent, sealed in zip(zones.recent, each, strict=True)]
     end = low + max(later_rows)
     for buffer in buffers:
-        held = buffer.full
+        stored = buffer.full
         buffer.reset()
-        buffer.resize(end, held)
+        buffer.resize(end, stored)
         for b, (rows, left) in enumerate(zip(each, later_rows, strict=True)):
-            source, target = (x[b].movedim(buffer.dim - 1, 0) for x in (held, buffer.full))  # [N,...]
+            source, target = (x[b].movedim(buffer.dim - 1, 0) for x in (stored, buffer.full))  # [N,...]
             target[:low] = source[:low]
             target[low : low + left] = source[low + rows : low + rows + left]

@@ -31,7 +31,7 @@ class StoredRows:
 
     Args:
         sink: first rows of each sequence, kept apart from the sealed ones.
-        near: rows to allocate at once on the cache's own device.
+        unsealed_rows: rows to allocate at once on the cache's own device.
         sealed: what is kept of sealed rows.
         wanted: queries that wait.
         deal: which sealed rows this process keeps.
@@ -46,9 +46,13 @@ class StoredRows:
         broken: what failed or was interrupted half-way, so that the rows are void; empty: nothing.
     """
 
-    def __init__(self, sink: int, near: int, sealed: SealedRows, wanted: Wanted, deal: Deal) -> None:
+    def __init__(self, sink: int, unsealed_rows: int, sealed: SealedRows, wanted: Wanted, deal: Deal) -> None:
         self.sink, self.sealed, self.queries, self.deal = sink, sealed, WaitingQueries(wanted), deal
-        self.keys, self.values, self.positions = RowBuffer(2, near), RowBuffer(2, near), RowBuffer(1, near)
+        self.keys, self.values, self.positions = (
+            RowBuffer(2, unsealed_rows),
+            RowBuffer(2, unsealed_rows),
+            RowBuffer(1, unsealed_rows),
+        )
         # What steps on the device read, updated in place: [B] each.
         self.bounds, self.newest = Bounds.of(0, 0), torch.zeros(0, dtype=torch.int64)
         self._written: tuple[list[int], ...] = ()  # what these hold
@@ -96,11 +100,11 @@ class StoredRows:
     def sealed_rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values `[B,H,N,D]` of the sealed rows in stored order, where they lie: views, but read back anew
         where a codec keeps them."""
-        zones, near = self.zones, self.keys.full
+        zones, unsealed = self.zones, self.keys.full
         if zones.apart:
-            return self.sealed.read(near)
+            return self.sealed.read(unsealed)
         place = slice(zones.sink, zones.start)
-        return near[:, :, place], self.values.full[:, :, place]
+        return unsealed[:, :, place], self.values.full[:, :, place]
 
     @property
     def sealed_real(self) -> Tensor | None:
@@ -163,8 +167,8 @@ class StoredRows:
     def nbytes(self) -> dict[str, int]:
         """Bytes of the rows stored: `kv`, and the `books` kept of them (positions, what is real, queries); with a codec
         `exact`, of the same rows as they came, where these are kept too."""
-        near = {"kv": self.keys.nbytes + self.values.nbytes, "books": self.positions.nbytes + self.queries.nbytes}
-        return {name: near.get(name, 0) + size for name, size in self.sealed.nbytes.items()}
+        unsealed = {"kv": self.keys.nbytes + self.values.nbytes, "books": self.positions.nbytes + self.queries.nbytes}
+        return {name: unsealed.get(name, 0) + size for name, size in self.sealed.nbytes.items()}
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +194,7 @@ class StoredRows:
         else:
             counts = (at >= 0).sum(1).tolist()
             newest = at.amax(1).tolist() if new else [-1] * batch
-            following = [max(held, last + 1) for held, last in zip(before, newest, strict=True)]
+            following = [max(row, last + 1) for row, last in zip(before, newest, strict=True)]
             first = first if min(counts) == new else None
         if at is not None and (first is None or queries is not None):
             number = torch.tensor(zones.count)[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] in its sequence
@@ -233,13 +237,13 @@ class StoredRows:
             zones.end if ends is None else ends,
             [next - 1 for next in zones.next],
         )
-        held, device = self.bounds.rows, self.keys.full.device
-        if len(held) != len(zones.count) or held.device != device:
+        rows, device = self.bounds.rows, self.keys.full.device
+        if len(rows) != len(zones.count) or rows.device != device:
             sink, sealed, end = (torch.tensor(numbers, dtype=torch.int32).to(device) for numbers in counts[:3])
             self.bounds = Bounds(sink, self.sink, sealed, end)
             self.newest = torch.tensor(counts[3]).to(device)
         else:
-            parts = (self.bounds.sink, self.bounds.sealed, held, self.newest)
+            parts = (self.bounds.sink, self.bounds.sealed, rows, self.newest)
             for part, numbers, before in zip(parts, counts, self._written, strict=True):
                 if numbers != before:
                     _write(part, numbers)
@@ -343,8 +347,8 @@ class StoredRows:
         self.queries.require(gone, zones.count)
         first = zones.crop(gone)
         zones.next = [  # the next token takes the position of the first one dropped
-            int(self.positions.full[b, place]) if rows else held
-            for b, (rows, place, held) in enumerate(zip(gone, first, zones.next, strict=True))
+            int(self.positions.full[b, place]) if rows else row
+            for b, (rows, place, row) in enumerate(zip(gone, first, zones.next, strict=True))
         ]
 
         def positions() -> Tensor:  # of what is gone

@@ -33,13 +33,13 @@ def rows_read(selector: Selector, budget: Budget, rows: int, sink: int, window: 
 def sparse_from(selector: Selector, budget: Budget, sink: int, window: int, unit: int) -> int | None:
     """Return the fewest rows of a sequence of which a query leaves some out; None: no length has them."""
     budget = parse_budget(budget)
-    near = sink + window
+    always_read = sink + window
     if not isinstance(budget, float):
         allowed = _chosen(selector, budget, FARTHEST)
-        return None if allowed >= FARTHEST else near + (allowed // unit + 1) * unit
+        return None if allowed >= FARTHEST else always_read + (allowed // unit + 1) * unit
     for sealed in range(unit, FARTHEST, unit):
-        if _chosen(selector, budget, near + sealed) < sealed:
-            return near + sealed
+        if _chosen(selector, budget, always_read + sealed) < sealed:
+            return always_read + sealed
     return None
 
 

@@ -137,12 +137,12 @@ class SealedRows:
         """Copy, of sequence b of `keys` and `values` `[B,H,N,D]`, what `hands[b]` says of the rows from `first` on, and
         zero the padding behind a shorter one's."""
         most = max(hand.rows for hand in hands)
-        for near, apart in ((keys, self.keys), (values, self.values)):
+        for incoming, apart in ((keys, self.keys), (values, self.values)):
             zone = apart.rows
-            apart.resize(zone + most, near[:, :, :0].to(self.device or near.device))
+            apart.resize(zone + most, incoming[:, :, :0].to(self.device or incoming.device))
             for b, hand in enumerate(hands):
-                for h in range(near.shape[1]):  # a head is contiguous, so that no other copy is made on the device
-                    dealt = hand.of_rows(near[b, h, first:])  # [units,unit,D]
+                for h in range(incoming.shape[1]):  # a head is contiguous, so that no other copy is made on the device
+                    dealt = hand.of_rows(incoming[b, h, first:])  # [units,unit,D]
                     apart.full[b, h, zone : zone + hand.rows].view_as(dealt).copy_(dealt)
                 apart.full[b, :, zone + hand.rows : zone + most] = 0
 
@@ -183,13 +183,13 @@ class SealedRows:
         keys, values = (part[:, :, part.shape[2] - new :] for part in rows)
         more = 0 if order is None else order.shape[2] - new
         real = self.real.data[:, :, self.real.rows - new - more :]
-        told, positions, queries = self.told, None, None
+        wanted, positions, queries = self.told, None, None
         weights: tuple[Tensor, Tensor] | None = None
-        if told is not None and told.last:
-            queries = told.last[0]
-            weights = told.weights(keys) if codes.codec.wants_weights else None
-        if codes.codec.before_rope and told is not None:
-            at = told.positions.clamp(min=0).to(keys.device, torch.int32)
+        if wanted is not None and wanted.last:
+            queries = wanted.last[0]
+            weights = wanted.weights(keys) if codes.codec.wants_weights else None
+        if codes.codec.before_rope and wanted is not None:
+            at = wanted.positions.clamp(min=0).to(keys.device, torch.int32)
             positions = at[:, None].expand(-1, keys.shape[1], -1)
         if more:
             read, before = codes.last(more, keys.dtype), codes.last_positions(more)
@@ -207,9 +207,9 @@ class SealedRows:
         codes.store(new_rows, codes.rows - more)
         self.told = None
 
-    def drop(self, held: Tensor) -> None:
-        """Note that the selector holds the rows `held` `[B,H,N]` bool, and no other ever again."""
-        self.real.data.logical_and_(held)
+    def drop(self, mask: Tensor) -> None:
+        """Note that the selector holds the rows `mask` `[B,H,N]` bool, and no other ever again."""
+        self.real.data.logical_and_(mask)
         self.dropped = True
 
     def compact(self, ids: Tensor) -> None:

@@ -194,9 +194,9 @@ class Search:
         if not stored.zones.zone:
             return
         for part in self.abilities.evictors:
-            if (held := part.held()) is not None:
-                input_checks.check_held(held, stored.sealed.real.data, self.selector)
-                stored.sealed.drop(held)
+            if (mask := part.held()) is not None:
+                input_checks.check_held(mask, stored.sealed.real.data, self.selector)
+                stored.sealed.drop(mask)
 
     def tail(self, query: Tensor, selection: Selection) -> Tail | None:
         """Return rows that the selector adds for what this selection of `choose` does not read, None for none. They are

@@ -41,19 +41,19 @@ def filled(selector: Selector) -> list[tuple[str, RowBuffer]]:
 
 def saved_states(states: Mapping[str, State]) -> dict[str, Tensor]:
     """Return what all of them hold, as `state.part`. ValueError where one is not kept in tensors."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, state in states.items():
         try:
-            found |= {f"{name}/{part}": tensor for part, tensor in state.saved().items()}
+            tensors |= {f"{name}/{part}": tensor for part, tensor in state.saved().items()}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    return found
+    return tensors
 
 
-def restore_states(states: Mapping[str, State], held: Mapping[str, Tensor], device: torch.device) -> None:
+def restore_states(states: Mapping[str, State], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Make empty states hold what `saved_states` gave. ValueError for what none of them holds."""
     parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         state, _, part = name.rpartition("/")
         parts.setdefault(state, {})[part] = tensor
     if unknown := parts.keys() - states.keys():
@@ -72,17 +72,19 @@ def counted(selector: Selector) -> dict[str, Any]:
         for name, value in vars(selector).items()
         if type(value) in NUMBERS and name not in OF_CACHE and name not in selector.arguments()
     }
-    return own | {f"{name}.{inside}": one for name, part in selector.parts() for inside, one in counted(part).items()}
+    return own | {
+        f"{name}.{inside}": count for name, part in selector.parts() for inside, count in counted(part).items()
+    }
 
 
 def set_counted(selector: Selector, given: Mapping[str, Any]) -> None:
     """Set what `counted` gave. ValueError for what is no number of the selector's."""
     mine = counted(selector)
-    for name, one in given.items():
-        if type(mine.get(name)) is not type(one):
-            raise ValueError(f"it says {name} = {one!r}, and {selector!r} keeps {', '.join(mine) or 'no number'}")
+    for name, count in given.items():
+        if type(mine.get(name)) is not type(count):
+            raise ValueError(f"it says {name} = {count!r}, and {selector!r} keeps {', '.join(mine) or 'no number'}")
         *inner, attribute = name.split(".")
         part: Any = selector
         for step in inner:
             part = getattr(part, step)
-        setattr(part, attribute, one)
+        setattr(part, attribute, count)

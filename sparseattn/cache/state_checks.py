@@ -38,20 +38,20 @@ def append_first(selector: Selector, rows: Rows) -> Tensor | None:
             `State`, or a `State` that the constructor did not make. A plain number or text may change, and so may what
             the class names in `late`. What was put in place of an attribute is taken back.
     """
-    before = {name: (one, _look(one.value, selector)) for name, one in _named(selector).items()}
+    before = {name: (state, _look(state.value, selector)) for name, state in _named(selector).items()}
     order = selector.append(rows)
-    for name, one in _named(selector).items():
-        if name in before and before[name][1] == _look(one.value, selector):
+    for name, state in _named(selector).items():
+        if name in before and before[name][1] == _look(state.value, selector):
             continue
-        if isinstance(one.value, PLAIN):
+        if isinstance(state.value, PLAIN):
             continue
         if name in before:
-            setattr(one.owner, one.attribute, before[name][0].value)
+            setattr(state.owner, state.attribute, before[name][0].value)
         else:
-            delattr(one.owner, one.attribute)
+            delattr(state.owner, state.attribute)
         raise ValueError(
-            f"append of {selector!r} has left a {type(one.value).__name__} in its attribute {name!r}: what it keeps of "
-            f"the rows lies in State made in the constructor, tensors in a RowBuffer (sparseattn.core.row_buffer), "
+            f"append of {selector!r} has left a {type(state.value).__name__} in its attribute {name!r}: what it keeps "
+            f"of the rows lies in State made in the constructor, tensors in a RowBuffer (sparseattn.core.row_buffer), "
             f"where reorder, clone and reset find it; what no row decides, name in the class's `late`"
         )
     return order
@@ -72,7 +72,7 @@ def _named(selector: Selector) -> dict[str, _Kept]:
         for name, value in _attributes(selector).items()
         if name not in ("stored", "rounded", "layer_context") and name not in selector.late
     }
-    inner = {f"{name}.{n}": one for name, part in selector.parts() for n, one in _named(part).items()}
+    inner = {f"{name}.{n}": state for name, part in selector.parts() for n, state in _named(part).items()}
     return own | inner
 
 

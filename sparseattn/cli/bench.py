@@ -111,7 +111,7 @@ def _planned(options: BenchOptions, chosen: ChosenMethods, traces: Sequence[Trac
 
 def _figure_paths(options: BenchOptions, replays: Sequence[Replayed], what: str = "frontier") -> list[Path]:
     """Return a figure's path for each trace."""
-    return [options.out / name for name in replay_tables.figure_names([one.trace.name for one in replays], what)]
+    return [options.out / name for name in replay_tables.figure_names([replay.trace.name for replay in replays], what)]
 
 
 def _show_results(options: BenchOptions, replays: Sequence[Replayed], path: Path, screen: Screen) -> None:
@@ -136,7 +136,7 @@ def _compare(
 ) -> list[list[Comparison]]:
     """Compare each trace's methods under each condition, write the records, and show them as tables or as JSON."""
     reasons = [replay.methods.left_out for replay in replays]
-    compared = [layer_tables.compared(one.results, *equal, one.methods.left_out) for one in replays]
+    compared = [layer_tables.compared(replay.results, *equal, replay.methods.left_out) for replay in replays]
     source = origin()
     lines = [
         json.dumps({**comparison.record(), "trace_meta": replay.trace.meta, **source})

@@ -65,12 +65,12 @@ class BenchRun:
 
     def items(self, replays: Sequence[Replayed]) -> list[Item]:
         """Return all there is to measure, in the order of tables."""
-        found = []
+        items = []
         for replay in replays:
             for (method, budgets), codec in itertools.product(replay.methods.methods, self.options.codecs):
                 rising = sorted(budgets, key=lambda budget: budget_order(budget, replay.trace.tokens))
-                found.append(Item(replay, method, rising if method.uses_budget else rising[:1], codec))
-        return found
+                items.append(Item(replay, method, rising if method.uses_budget else rising[:1], codec))
+        return items
 
     def steps(self, item: Item) -> int:
         """Return how many tokens of layers are decoded."""
@@ -112,9 +112,9 @@ class BenchRun:
 
     def _found(self, item: Item) -> list[Evaluation] | str | None:
         """Return what another process has measured; None where none has."""
-        if (found := self.done.read(self._path(item)) if self.done.folder.is_dir() else None) is None:
+        if (written := self.done.read(self._path(item)) if self.done.folder.is_dir() else None) is None:
             return None
-        said, tensors = found
+        said, tensors = written
         return str(said["left out"]) if isinstance(said, dict) else read(said, tensors)
 
     def _evaluated(self, item: Item, advance: Callable[[int], None] | None = None) -> list[Evaluation] | str:

@@ -114,7 +114,7 @@ def _known_layers(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return the statistics of layers that several processes have measured."""
     read = {layer: done.read(path) for layer, path in _layer_files(options, place, done)[1].items()}
-    return {layer: one[1] for layer, one in read.items() if one is not None}
+    return {layer: entry[1] for layer, entry in read.items() if entry is not None}
 
 
 def _fit_estimates(options: CalibrateOptions, spec: str) -> None:

@@ -82,15 +82,17 @@ def _lines(options: DoctorOptions, model: Any, length: int) -> tuple[list[LayerD
 
 def _without_effect(options: DoctorOptions, length: int, most: int) -> list[str]:
     """Return a sentence for each setting that changes nothing at a length."""
-    found: list[str | None] = []
+    reasons: list[str | None] = []
     if options.vllm:
-        found.append(idle_above(options.above, length, "the sequence"))
+        reasons.append(idle_above(options.above, length, "the sequence"))
     elif "above" in options.given:
-        found.append("--above is of vLLM (--for vllm): a SparseCache is sparse from the first row on that it can leave")
+        reasons.append(
+            "--above is of vLLM (--for vllm): a SparseCache is sparse from the first row on that it can leave"
+        )
     of_plan = shared.spelled(sorted({"budget", "sink", "window", "dense_layers"} & options.given))
     if options.file is None:
-        found.append(idle_budget(options.rows, length, options.sink, options.window, "the sequence"))
-        found.append(idle_layers(options.first_dense, most))
+        reasons.append(idle_budget(options.rows, length, options.sink, options.window, "the sequence"))
+        reasons.append(idle_layers(options.first_dense, most))
     elif isinstance(options.file, Plan) and of_plan:
-        found.append(f"a plan says what each layer reads: {of_plan} change nothing")
-    return [sentence for sentence in found if sentence is not None]
+        reasons.append(f"a plan says what each layer reads: {of_plan} change nothing")
+    return [sentence for sentence in reasons if sentence is not None]

@@ -94,7 +94,7 @@ class DoneItems:
 def key_of_method(method: Method) -> dict[str, Any]:
     """Return what tells the numbers of a method from another's, its code too: a class of one's own is edited."""
     selectors = method.tree() if isinstance(method, Selector) else []
-    files = {inspect.getsourcefile(type(one)) for one in selectors}
+    files = {inspect.getsourcefile(type(selector)) for selector in selectors}
     return {
         "method": repr(method),
         "source": method.source(),

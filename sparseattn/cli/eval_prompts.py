@@ -40,9 +40,9 @@ def prompt_file(path: Path, options: EvalOptions) -> PromptFile:
         raise ValueError(f"{path} has the layout {file.layout}, which has its own prompts and scores: leave out {own}")
     tasks = Counter(example.task for example in file.examples)
     kinds = ", ".join(f"{task} {count}" for task, count in tasks.items())
-    told = " (told from its fields)" if file.guessed else ""
+    source = " (told from its fields)" if file.guessed else ""
     left = f"; {file.left_out} lines that the benchmark leaves out" if file.left_out else ""
-    say(f"{path}: layout {file.layout}{told}, prompts: {kinds}{left}")
+    say(f"{path}: layout {file.layout}{source}, prompts: {kinds}{left}")
     if file.examples[0].meta.get("templates_checked") is False:
         say(
             f"this file of {file.layout} is not the one that was checked; its hash is in the records",
@@ -57,7 +57,7 @@ def lines_of(files: Sequence[PromptFile]) -> dict[tuple[str, int], Mapping[str, 
     Raises:
         ValueError: a file of another layout, or two files of one name.
     """
-    found: dict[tuple[str, int], Mapping[str, Any]] = {}
+    lines: dict[tuple[str, int], Mapping[str, Any]] = {}
     for file in files:
         if file.layout != "kvpress":
             raise ValueError(
@@ -65,10 +65,10 @@ def lines_of(files: Sequence[PromptFile]) -> dict[tuple[str, int], Mapping[str, 
             )
         for example in file.examples:
             place = (example.meta["file"], example.meta["line"])
-            if place in found:
+            if place in lines:
                 raise ValueError(f"--results kvpress needs files with different names, and two are called {place[0]}")
-            found[place] = example.fields
-    return found
+            lines[place] = example.fields
+    return lines
 
 
 class Unopened:
@@ -134,13 +134,13 @@ def own_prompts(
             engine.check(prompt.tokens + prompt.limit, f"{prompt.name} with its answer", remedy)
             yield prompt
 
-    found: list[Made] = []
+    tasks: list[Made] = []
     for task, examples in by_task(file.examples):
         if check:
             for _ in made(examples):  # not kept: lists of a million tokens take more memory than twice takes time
                 pass
-        found.append((task, examples, functools.partial(made, examples)))
-    return found
+        tasks.append((task, examples, functools.partial(made, examples)))
+    return tasks
 
 
 def _unsaid_limit(example: Example) -> int | None:
@@ -151,7 +151,7 @@ def _unsaid_limit(example: Example) -> int | None:
 
 def by_task(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
     """Return the examples of each task of a file, in the order in which the tasks come first."""
-    held: dict[str, list[Example]] = {}
-    for one in examples:
-        held.setdefault(one.task, []).append(one)
-    return list(held.items())
+    grouped: dict[str, list[Example]] = {}
+    for example in examples:
+        grouped.setdefault(example.task, []).append(example)
+    return list(grouped.items())

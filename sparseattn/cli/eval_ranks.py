@@ -49,7 +49,7 @@ class _Made:
     prompts: Sequence[_KnownPrompt]
 
     def __call__(self) -> Iterator[Prompt]:
-        return (one.whole() for one in self.prompts)
+        return (prompt.whole() for prompt in self.prompts)
 
 
 def share(ranks: JobRanks, sources: Sequence[Source], engine: Engine, records: Records) -> None:
@@ -62,11 +62,11 @@ def share(ranks: JobRanks, sources: Sequence[Source], engine: Engine, records: R
         records: what is there already, and where new ones go: each process's own part.
     """
     (each,) = engine.passes
-    prompts = [one for source in sources if isinstance(source.make, _Made) for one in source.make.prompts]
+    prompts = [prompt for source in sources if isinstance(source.make, _Made) for prompt in source.make.prompts]
     made_by = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
     with progress_bar() as bar:
         task = bar.add_task(f"prompts, {ranks.count} processes", total=len(prompts))
-        for place in ranks.take([one.tokens for one in prompts]):
+        for place in ranks.take([prompt.tokens for prompt in prompts]):
             prompt = prompts[place].whole()
             if any(key not in records.found for key in prompt.keys(engine.protocols, each.compared)):
                 for record in each.measure([prompt], records.found):

@@ -31,14 +31,14 @@ def open_filler(name: str) -> tuple[str, str]:
     if not called.endswith(".json"):
         return called, words
     try:
-        held = parse(words, finite=False, once=False)
+        content = parse(words, finite=False, once=False)
     except JsonError as error:
         raise ValueError(f"--filler {name}: {error}") from None
-    if not isinstance(held, dict) or not isinstance(held.get("text"), str):
+    if not isinstance(content, dict) or not isinstance(content.get("text"), str):
         raise ValueError(
             f'--filler {name}: a .json file must have the form {{"text": "..."}}, as RULER\'s PaulGrahamEssays.json'
         )
-    return called, held["text"]
+    return called, content["text"]
 
 
 def open_material(options: EvalOptions) -> Material | None:
@@ -68,10 +68,10 @@ def read_words(path: Path) -> list[str]:
         ValueError: no such JSON.
     """
     try:
-        held = parse(path.read_bytes(), finite=False, once=False)
+        content = parse(path.read_bytes(), finite=False, once=False)
     except JsonError as error:
         raise ValueError(f"--ruler-words {path}: {error}") from None
-    words = list(held.values()) if isinstance(held, dict) else held
+    words = list(content.values()) if isinstance(content, dict) else content
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"--ruler-words {path} must be a list of words, or an object whose values are words")
     return words

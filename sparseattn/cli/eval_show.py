@@ -14,19 +14,19 @@ from sparseattn.reporting.eval_records import FULL_ROW, Record, by_place, rows_o
 from sparseattn.reporting.terminal import Screen, table_screen
 
 
-def show(found: Sequence[Record], path: Path, *, json: bool, figures: bool) -> None:
+def show(measured: Sequence[Record], path: Path, *, json: bool, figures: bool) -> None:
     """Show records and where they lie.
 
     Args:
-        found: what was asked for.
+        measured: what was asked for.
         path: the file of records; figures are drawn beside it.
         json: standard output holds JSON lines already: no tables, and the closing lines go to standard error.
         figures: draw them.
     """
     screen = table_screen()
-    scored = [one for one in found if one["protocol"] not in (FORCED, WHOLE)]
-    forced = [one for one in found if one["protocol"] == FORCED]
-    whole = [one for one in found if one["protocol"] == WHOLE]
+    scored = [record for record in measured if record["protocol"] not in (FORCED, WHOLE)]
+    forced = [record for record in measured if record["protocol"] == FORCED]
+    whole = [record for record in measured if record["protocol"] == WHOLE]
     if not json:
         for table in eval_tables.tables(scored) + agreement_tables.tables(forced) + server_tables.tables(whole):
             screen.print(table)
@@ -40,9 +40,9 @@ def show(found: Sequence[Record], path: Path, *, json: bool, figures: bool) -> N
         (errors if json else Screen()).print(line, soft_wrap=True)
 
 
-def write_kvpress(found: Sequence[Record], lines: Mapping[tuple[str, int], Mapping[str, Any]], folder: Path) -> None:
+def write_kvpress(measured: Sequence[Record], lines: Mapping[tuple[str, int], Mapping[str, Any]], folder: Path) -> None:
     """Write results in kvpress' form and say where they lie; `lines` as of `eval_prompts.lines_of`."""
-    for place in kvpress_results.write(folder, kvpress_results.runs(found, lines)):
+    for place in kvpress_results.write(folder, kvpress_results.runs(measured, lines)):
         errors.print(f"results: {place}", soft_wrap=True)
 
 

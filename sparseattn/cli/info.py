@@ -62,10 +62,10 @@ def _here() -> dict[str, Any]:
         "machine": machine(),
         "kernels": kernels(),
         "selectors": {
-            name: {"family": one.family, "paper": one.paper, "reads": one.reads} for name, one in METHODS.items()
+            name: {"family": row.family, "paper": row.paper, "reads": row.reads} for name, row in METHODS.items()
         },
-        "traces": {name: one.about for name, one in BUILTIN.items()},
-        "texts": {name: f"{one.about} ({one.licence})" for name, one in TEXTS.items()},
+        "traces": {name: trace.about for name, trace in BUILTIN.items()},
+        "texts": {name: f"{text.about} ({text.licence})" for name, text in TEXTS.items()},
     }
 
 
@@ -125,7 +125,7 @@ def _method(name: str) -> dict[str, Any]:
     """Return what is known of a method: its row, without what says nothing, and its arguments by their defaults."""
     method, kind = METHODS[name], SELECTORS[name]
     papers = [f"https://arxiv.org/abs/{number}" for number in re.findall(r"\b\d{4}\.\d{5}\b", method.paper)]
-    defaults = {key: one.default for key, one in inspect.signature(kind).parameters.items()}
+    defaults = {key: parameter.default for key, parameter in inspect.signature(kind).parameters.items()}
     return {
         "method": name,
         "class": f"sparseattn.{method.kind}",

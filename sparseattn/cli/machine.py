@@ -92,9 +92,9 @@ def _predicted(known: Machine, shape: Shape, specs: list[str], context: int, bud
     for spec in specs:
         selector = make_selector(spec)
         try:
-            one = selector.for_layer(LayerContext(0, rope=Rope.of(shape.size)))
-            one.check_shape(shape.heads, shape.group, shape.size)
-            cost = step_cost(one, shape, context, parse_budget(budget), sink=ZONES[0], window=ZONES[1])
+            layer = selector.for_layer(LayerContext(0, rope=Rope.of(shape.size)))
+            layer.check_shape(shape.heads, shape.group, shape.size)
+            cost = step_cost(layer, shape, context, parse_budget(budget), sink=ZONES[0], window=ZONES[1])
             known.seconds(cost)
         except ValueError as error:
             refused[spec] = str(error)
@@ -114,8 +114,8 @@ def _predicted(known: Machine, shape: Shape, specs: list[str], context: int, bud
             }
             for spec, cost in costs.items()
         ]
-        told = {"machine": known.name, "predicted": True, "source": known.source, "steps": steps, "refused": refused}
-        typer.echo(json_module.dumps(told))
+        record = {"machine": known.name, "predicted": True, "source": known.source, "steps": steps, "refused": refused}
+        typer.echo(json_module.dumps(record))
         return
     table = machine_tables.steps(known, shape, context, budget_label(parse_budget(budget)), costs)
     refusals = (f"There is no prediction for {spec}: {why}" for spec, why in refused.items())

@@ -28,7 +28,7 @@ def predict_models(
     """
     steps = [method_steps(workload, methods, budget) for workload in workloads]
     machine = workloads[0].machine
-    told = {
+    prediction = {
         "machine": machine.name,
         "predicted": True,
         "source": machine.source,
@@ -38,7 +38,7 @@ def predict_models(
         "budget": budget_label(budget),
         "workloads": [record(workload, own) for workload, own in zip(workloads, steps, strict=True)],
     }
-    if handed_over(told, json, out):
+    if handed_over(prediction, json, out):
         return
     screen = table_screen()
     screen.print(machine_line(workloads[0]), soft_wrap=True)
@@ -50,15 +50,15 @@ def predict_models(
             screen.print(steps_table(workload, own, budget_label(budget)))
 
 
-def handed_over(told: Mapping[str, Any], json: bool, out: Path | None) -> bool:
+def handed_over(record: Mapping[str, Any], json: bool, out: Path | None) -> bool:
     """Write a prediction to `out`, where one is named, and print it with `json`; return whether that was all.
 
     Args:
-        told: the prediction, as JSON holds it.
+        record: the prediction, as JSON holds it.
     """
     if out is not None:
         with naming(out):
-            write_atomic(out, (json_module.dumps(told, indent=1) + "\n").encode())
+            write_atomic(out, (json_module.dumps(record, indent=1) + "\n").encode())
     if json:
-        typer.echo(json_module.dumps(told))
+        typer.echo(json_module.dumps(record))
     return json

@@ -137,13 +137,13 @@ class MachineOptions:
     @cached_property
     def rank_counts(self) -> list[int]:
         """How many ranks; empty without any."""
-        found = values.integers(self.ranks, "--ranks") or [] if self.ranks is not None else []
-        values.check_positive({"--ranks": min(found, default=1)})
-        return found
+        counts = values.integers(self.ranks, "--ranks") or [] if self.ranks is not None else []
+        values.check_positive({"--ranks": min(counts, default=1)})
+        return counts
 
     @cached_property
     def batches(self) -> list[int]:
         """Sequences."""
-        found = values.integers(self.batch, "--batch") or []
-        values.check_positive({"--batch": min(found)})
-        return found
+        sizes = values.integers(self.batch, "--batch") or []
+        values.check_positive({"--batch": min(sizes)})
+        return sizes

@@ -26,9 +26,9 @@ def predict_ranks(
         budget: of all ranks together.
         exact: whether ranks agree on the best of all.
     """
-    steps = [rank_steps(one, methods, budget, exact) for one in dealt]
+    steps = [rank_steps(workload, methods, budget, exact) for workload in dealt]
     machine = dealt[0].work.machine
-    told = {
+    printed = {
         "machine": machine.name,
         "predicted": True,
         "source": machine.source,
@@ -36,13 +36,13 @@ def predict_ranks(
         "dtype": str(dealt[0].work.dtype).removeprefix("torch."),
         "budget": budget_label(budget),
         "share": "exact" if exact else "union",
-        "workloads": [record(one, own) for one, own in zip(dealt, steps, strict=True)],
+        "workloads": [record(workload, own) for workload, own in zip(dealt, steps, strict=True)],
     }
-    if handed_over(told, json, out):
+    if handed_over(printed, json, out):
         return
     screen = table_screen()
     screen.print(machine_line(dealt[0].work), soft_wrap=True)
     screen.print(link_line(dealt[0]), soft_wrap=True)
-    for one, own in zip(dealt, steps, strict=True):
+    for workload, own in zip(dealt, steps, strict=True):
         screen.print()
-        screen.print(rank_table(one, own, budget_label(budget), exact))
+        screen.print(rank_table(workload, own, budget_label(budget), exact))

@@ -64,9 +64,9 @@ def listed() -> list[dict[str, Any]]:
 
     about = "bytes as tokens, 4 layers, ships with the package"
     rows = [{"name": REFERENCE, "about": about, "licence": "", "bytes": _size(reference_folder())}]
-    for one in packaged.PACKAGED.values():
-        size = _size(one.folder) if one.cached else None
-        rows.append({"name": one.name, "about": one.about, "licence": one.licence, "bytes": size})
+    for model in packaged.PACKAGED.values():
+        size = _size(model.folder) if model.cached else None
+        rows.append({"name": model.name, "about": model.about, "licence": model.licence, "bytes": size})
     for name, folder in _converted().items():
         rows.append({"name": name, "about": "a converted GGUF file", "licence": "", "bytes": _size(folder)})
     return rows
@@ -76,10 +76,12 @@ def _converted() -> dict[str, Path]:
     """Return folders of converted GGUF files that are no known models, by name."""
     from sparseattn.models import packaged
 
-    known = {one.folder for one in packaged.PACKAGED.values()}
+    known = {model.folder for model in packaged.PACKAGED.values()}
     root = cache_folder() / "models"
-    found = sorted(root.iterdir()) if root.is_dir() else []
-    return {path.name: path for path in found if path.is_dir() and path not in known and not path.name.startswith(".")}
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    return {
+        path.name: path for path in folders if path.is_dir() and path not in known and not path.name.startswith(".")
+    }
 
 
 def _size(folder: Path) -> int:

@@ -149,13 +149,13 @@ def _draw(
 
 def _items(sources: Sequence[KeySource], options: RecallOptions, done: DoneItems) -> list[tuple[int, int, Path]]:
     """Return every source with every method, by number, and the file of what several processes find."""
-    found = []
+    items = []
     for i, source in enumerate(sources):
         keys = {"name": source.name, "keys": source.keys, "facts": source.facts, "gaps": source.gaps}
         for m, (_, method) in enumerate(options.methods):
             how = {"k": options.k, "knobs": options.knobs, "queries": options.queries, "layers": source.layers}
-            found.append((i, m, done.path(keys, how, key_of_method(method))))
-    return found
+            items.append((i, m, done.path(keys, how, key_of_method(method))))
+    return items
 
 
 def _share(ranks: JobRanks, done: DoneItems, sources: Sequence[KeySource], options: RecallOptions) -> None:
@@ -176,7 +176,7 @@ def _measure(
     """Yield (number of the source, label, task -> curve) for every source and method, with a progress bar; what
     several processes have measured is read."""
     items = _items(sources, options, done) if done.folder.is_dir() else []
-    known = {(i, m): found for i, m, path in items if (found := done.read(path)) is not None}
+    known = {(i, m): measured for i, m, path in items if (measured := done.read(path)) is not None}
     with progress_bar() as bar:
         for i, source in enumerate(sources):
             title = next(iter(source.titles.values()))
@@ -219,7 +219,9 @@ def _trace_sources(options: RecallOptions) -> list[KeySource]:
     traces = open_traces(named)
     learners = [method for _, method in options.methods if method.learns]
     sources = []
-    for growth, trace in zip(replay_tables.figure_names([one.name for one in traces], "scaling"), traces, strict=True):
+    for growth, trace in zip(
+        replay_tables.figure_names([trace.name for trace in traces], "scaling"), traces, strict=True
+    ):
         for count in options.token_counts:
             cut = trace if count is None else trace.first(count)
             sources.append(_trace(cut, growth, options.queries, options.sink, layers, learners, options.k))

@@ -52,7 +52,7 @@ def settings_of(
         "sink": options.sink,
         "window": options.window,
         "budgets": [budget_record(budget) for budget in options.budgets],
-        "layers": [[one.index, one.heads, one.group, one.size] for one in layers],
+        "layers": [[layer.index, layer.heads, layer.group, layer.size] for layer in layers],
     }
 
 
@@ -71,7 +71,7 @@ def make_plan(
     options: RecommendOptions,
     settings: dict[str, Any],
     full: float,
-    found: Configuration,
+    chosen: Configuration,
     seconds: float,
     measured: Sequence[dict[str, Any]],
     instead: str = "",
@@ -82,24 +82,24 @@ def make_plan(
         options: of the command.
         settings: of its records.
         full: what full attention costs.
-        found: what keeps the bound.
+        chosen: what keeps the bound.
         seconds: that this run took, without what earlier ones left in the records.
         measured: records of versions and machines that measured.
         instead: why this is no plan of what was asked for, as a sentence; "" where it is.
     """
-    proposal, rounds = found.proposal, found.rounds
+    proposal, rounds = chosen.proposal, chosen.rounds
     made = {
         "bound": asdict(options.bound) | {"limit": options.bound.limit},
         **{name: value for name, value in settings.items() if name not in OF_PLAN},
         "methods": list(options.methods),
         "budgets": settings["budgets"],
         "by_head": options.by_head,
-        "cost": _cost(found, full, options.length),
+        "cost": _cost(chosen, full, options.length),
         "predicted": {"kl": proposal.kl},
         "searched": {options.bound.measure: rounds[-1]["searched"]},
         "rounds": list(rounds),
-        "verified": _verified(found.verified),
-        "measured": [{name: one[name] for name in ("date", "versions", "machine")} for one in measured],
+        "verified": _verified(chosen.verified),
+        "measured": [{name: record[name] for name in ("date", "versions", "machine")} for record in measured],
         "seconds": round(seconds, 1),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -118,19 +118,19 @@ def make_plan(
 
 def _verified(windows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the held-out windows measured: means with their intervals."""
-    facts: dict[str, Any] = {"windows": len(windows), "tokens": sum(one["scored_tokens"] for one in windows)}
+    facts: dict[str, Any] = {"windows": len(windows), "tokens": sum(record["scored_tokens"] for record in windows)}
     for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
-        values = [one[name] for one in windows]
+        values = [record[name] for record in windows]
         facts[name] = {"mean": mean(values), "interval": student(values)}
     return facts
 
 
-def _cost(found: Configuration, full: float, length: int) -> dict[str, Any]:
+def _cost(chosen: Configuration, full: float, length: int) -> dict[str, Any]:
     """Return what the plan costs, beside full attention's `full`, and of what it was counted; length: of a window."""
-    objective = found.objective
+    objective = chosen.objective
     facts = {
         "unit": objective.unit,
-        "plan": found.proposal.cost,
+        "plan": chosen.proposal.cost,
         "full": full,
         "context": length,
         "batch": 1,
@@ -146,7 +146,7 @@ def _cost(found: Configuration, full: float, length: int) -> dict[str, Any]:
 def record_origin(records: TrialRecords) -> None:
     """Leave in the records what measures from here on: versions and machine, unless what was measured last says so."""
     where = json.loads(json.dumps({"versions": versions(), "machine": machine()}))
-    if not any(all(one[name] == where[name] for name in where) for one in records.of(MADE)[-1:]):
+    if not any(all(record[name] == where[name] for name in where) for record in records.of(MADE)[-1:]):
         records.add(MADE, {"date": datetime.date.today().isoformat(), **where})
 
 
@@ -155,7 +155,7 @@ def keep(records: TrialRecords, plan: Plan) -> None:
     chosen = {"name": plan.name, "layers": plan.records()}
     chosen |= {name: plan.made[name] for name in ("bound", "cost", "predicted", "rounds", "verified")}
     chosen = json.loads(json.dumps(chosen))
-    if not any(all(one.get(name) == value for name, value in chosen.items()) for one in records.of(PLAN)):
+    if not any(all(record.get(name) == value for name, value in chosen.items()) for record in records.of(PLAN)):
         records.add(PLAN, chosen)
 
 

@@ -104,17 +104,17 @@ def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None)
     means = averaged(trials.frontiers(groups))
     looking = functools.partial(_found, options, trials, every, layers, means, groups, stages, ranks)
     try:
-        found, instead = _plan_or_instead(looking, wanted, layers, _measured_bytes(options, layers, wide))
+        chosen, instead = _plan_or_instead(looking, wanted, layers, _measured_bytes(options, layers, wide))
     except NoPlanError:
         if first:
             records.join()
         raise
-    full, seconds = _full_cost(layers, found.choices), time.monotonic() - begun
-    plan = make_plan(options, settings, full, found, seconds, records.of(MADE), instead)
+    full, seconds = _full_cost(layers, chosen.choices), time.monotonic() - begun
+    plan = make_plan(options, settings, full, chosen, seconds, records.of(MADE), instead)
     if first:
         keep(records, plan)
         records.join()
-    return Recommendation(plan, layers, found.choices, found.proposal, found.objective, found.rounds, options.vllm)
+    return Recommendation(plan, layers, chosen.choices, chosen.proposal, chosen.objective, chosen.rounds, options.vllm)
 
 
 def _plan_or_instead(
@@ -129,9 +129,9 @@ def _plan_or_instead(
     except NoPlanError as none:
         if not isinstance(wanted, Predicted):
             raise NoPlanError(f"{none} {ADVICE}") from None
-        found = _by_bytes(none, functools.partial(looking, by_bytes))
-        reason, time_of_it = str(none), _predicted_time(found, layers, wanted)
-        return found, f"{reason[:1].upper()}{reason[1:]} So this plan is chosen by bytes read. {time_of_it}"
+        chosen = _by_bytes(none, functools.partial(looking, by_bytes))
+        reason, time_of_it = str(none), _predicted_time(chosen, layers, wanted)
+        return chosen, f"{reason[:1].upper()}{reason[1:]} So this plan is chosen by bytes read. {time_of_it}"
 
 
 def _found(
@@ -161,11 +161,11 @@ def _by_bytes(none: NoPlanError, looking: Callable[[], Configuration]) -> Config
         raise NoPlanError(f"{none} By bytes read, {either} {ADVICE}") from None
 
 
-def _predicted_time(found: Configuration, layers: Sequence[PlannedLayer], wanted: Predicted) -> str:
+def _predicted_time(chosen: Configuration, layers: Sequence[PlannedLayer], wanted: Predicted) -> str:
     """Say what a configuration costs by what was wanted."""
     cost = full = 0.0
     for layer in layers:
-        given = found.proposal.roles.layers[layer.index]
+        given = chosen.proposal.roles.layers[layer.index]
         roles = {given} if isinstance(given, Role) else set(given)
         cost += wanted.layer(layer, given, {role: wanted.heads(layer, role, []) for role in roles})
         full += sum(wanted.heads(layer, Role(DENSE), []))
@@ -213,7 +213,7 @@ def _doubt(machine: Machine | None, layer: PlannedLayer) -> None:
     shape = None if machine is None else machine.about.get("shape")
     own = {"heads": layer.heads, "group": layer.group, "size": layer.size}
     if shape is not None and shape != own:
-        measured, wanted = (",".join(str(one[name]) for name in own) for one in (shape, own))
+        measured, wanted = (",".join(str(shape_of[name]) for name in own) for shape_of in (shape, own))
         say(
             f"the profile was measured with --shape {measured}, and the layers have {wanted}: a profile from "
             f"`sparseattn machine --shape {wanted} --out FILE` gives better predictions"
@@ -294,14 +294,17 @@ def _families(choices: dict[int, list[LayerOption]]) -> list[dict[int, list[Laye
     """Return the choices that an engine can serve together: of one size of pages and of entries."""
     shapes: dict[str, tuple[int, int] | None] = {}
     for every in choices.values():
-        for one in every:
-            made = one.role.selector
-            shapes[one.role.method] = (made.page, made.unit) if isinstance(made, PageSelector) else None
+        for choice in every:
+            made = choice.role.selector
+            shapes[choice.role.method] = (made.page, made.unit) if isinstance(made, PageSelector) else None
     sizes = sorted({shape for shape in shapes.values() if shape is not None})
     if not sizes:
         return [choices]
     return [
-        {layer: [one for one in every if shapes[one.role.method] in (None, size)] for layer, every in choices.items()}
+        {
+            layer: [choice for choice in every if shapes[choice.role.method] in (None, size)]
+            for layer, every in choices.items()
+        }
         for size in sizes
     ]
 
@@ -360,8 +363,8 @@ def _verified(
 def _none_keeps(bound: Bound, rounds: Sequence[dict[str, Any]], full: float, unit: str) -> NoPlanError:
     """Return what is said where no round kept the bound; full: what full attention costs, in `unit`."""
     tried = "; ".join(
-        f"{100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {unit}"
-        for one in rounds
+        f"{100 * bound.share(tried['verified']):.3g} % at {tried['cost'] / full:.0%} of full attention's {unit}"
+        for tried in rounds
     )
     return NoPlanError(
         f"no configuration that costs less than full attention keeps {bound} on the held-out windows"

@@ -141,7 +141,7 @@ def sentences(result: Recommendation) -> list[str]:
 def page(result: Recommendation) -> str:
     """Return the page of why, in Markdown."""
     made = result.plan.made
-    texts = ", ".join(f"{one['name']} ({one['kind']}, SHA-256 {one['sha256'][:12]})" for one in made["texts"])
+    texts = ", ".join(f"{text['name']} ({text['kind']}, SHA-256 {text['sha256'][:12]})" for text in made["texts"])
     parts = [
         f"# Plan {result.plan.name} for {result.plan.model['name']}",
         *sentences(result),
@@ -192,9 +192,9 @@ def _rounds(result: Recommendation) -> Table:
         for name in ("bound aimed at", "error on windows to choose", "on held-out windows")
     ]
     out = Table("", [Column("round"), *measured, _cost_column(result, "{} cost")])
-    for number, one in enumerate(result.rounds, 1):
-        costs = one["cost"] / result.plan.made["cost"]["full"]
-        out.add(number, one["target"], one["searched"], one["verified"], costs)
+    for number, tried in enumerate(result.rounds, 1):
+        costs = tried["cost"] / result.plan.made["cost"]["full"]
+        out.add(number, tried["target"], tried["searched"], tried["verified"], costs)
     return out
 
 

@@ -30,14 +30,14 @@ from sparseattn.roles.roles import as_method
 from sparseattn.utils.files import write_atomic
 from sparseattn.utils.pypi_wheels import FetchError
 
-MODEL_NAMES = {name: one.title for name, one in PACKAGED.items()}
+MODEL_NAMES = {name: packaged.title for name, packaged in PACKAGED.items()}
 
 
 def run(options: ReportOptions) -> None:
     """Run `sparseattn report`."""
     folders = options.folders or []
     measured = reading.read(folders, CHECKS).get(bench.FILE, []) if options.trace else []
-    explored, left_out = report_defaults.explored(options, [one for source in measured for one in source.records])
+    explored, left_out = report_defaults.explored(options, [record for source in measured for record in source.records])
     for label in left_out:
         say(f"{label} is not in the explorer, since its code would run: add --selector {label}")
     path = write_report(folders, options.out, options.title, explored)
@@ -61,16 +61,18 @@ def write_report(
         raise ValueError(f"--out must be an .html file, got {out}")
     if not out.parent.is_dir():
         raise ValueError(f"the folder of --out does not exist: {out.parent}")
-    found = reading.read(folders, CHECKS)
-    sections = [one for name, make in KINDS.items() for one in _sections(found.get(name, []), make)]
+    sources = reading.read(folders, CHECKS)
+    sections = [section for name, make in KINDS.items() for section in _sections(sources.get(name, []), make)]
     settings: dict[str, Facts] = {}
     if explored is not None:
         for number, name in enumerate(traces):
             section, facts = _explored(number, name, explored)
             sections.append(section)
             settings |= facts
-    sections.append(origin.section(found, settings))
-    named = ", ".join(dict.fromkeys([*(one.resolve().name for one in folders), *(Path(one).stem for one in traces)]))
+    sections.append(origin.section(sources, settings))
+    named = ", ".join(
+        dict.fromkeys([*(folder.resolve().name for folder in folders), *(Path(trace).stem for trace in traces)])
+    )
     made = f"Written on {datetime.date.today().isoformat()} from {', '.join([*map(str, folders), *traces])}."
     title = title or heading(sections, MODEL_NAMES) or f"Sparse attention: {named}"
     write_atomic(out, html.written(plain(title), sections, plain(made)).encode())
@@ -85,8 +87,8 @@ def _sections(
     if len(made) < 2:
         return made
     return [
-        replace(one, name=f"{one.name}-{number}", title=f"{one.title}: {source.path.parent}")
-        for number, (one, source) in enumerate(zip(made, sources, strict=True), 1)
+        replace(section, name=f"{section.name}-{number}", title=f"{section.title}: {source.path.parent}")
+        for number, (section, source) in enumerate(zip(made, sources, strict=True), 1)
     ]
 
 
@@ -102,7 +104,7 @@ def _explored(number: int, name: str, shown: Explored) -> tuple[Section, dict[st
     steps = len(usable_layers(trace, shown.layers)) * shown.queries * len(shown.selectors)
     with progress_bar() as bar:
         advance = functools.partial(bar.advance, bar.add_task(f"{trace.name}: what its tokens attend to", total=steps))
-        found = explore(
+        exploration = explore(
             trace,
             shown.selectors,
             shown.budget,
@@ -114,14 +116,14 @@ def _explored(number: int, name: str, shown: Explored) -> tuple[Section, dict[st
             progress=advance,
         )
     settings = {
-        "selectors": [repr(as_method(one)) for one in shown.selectors],
+        "selectors": [repr(as_method(selector)) for selector in shown.selectors],
         "budget": budget_label(shown.budget),
         "sink": shown.sink,
         "window": shown.window,
         "tokens": trace.tokens,
-        "tokens that ask": list(found.tokens),
-        "layers": list(found.layers),
+        "tokens that ask": list(exploration.tokens),
+        "layers": list(exploration.layers),
         "trace_meta": trace.meta,
     }
-    section = explorer.section(number, found, pieces, trace.meta.get("model"))
+    section = explorer.section(number, exploration, pieces, trace.meta.get("model"))
     return section, {f"the attention of {trace.name}": settings}

@@ -22,11 +22,11 @@ def explored(options: ReportOptions, records: Sequence[dict[str, Any]]) -> tuple
         records: of `bench`, checked; those of the traces that are explored come first in importance.
     """
     names = {name for trace in options.trace or () for name in (trace, Path(trace).name, Path(trace).stem)}
-    measured = [one for one in records if one["trace"] in names] or list(records)
-    labels = list(dict.fromkeys(str(one["label"]) for one in measured if one["label"] not in CONTROLS))
+    measured = [record for record in records if record["trace"] in names] or list(records)
+    labels = list(dict.fromkeys(str(record["label"]) for record in measured if record["label"] not in CONTROLS))
     own = [label for label in labels if named_modules([label])]
     known = [label for label in labels if label not in own and _explorable(label)][:MOST]
-    budgets = [parse_budget(one["budget"]) for one in measured] or [equal_cost.ROWS]
+    budgets = [parse_budget(record["budget"]) for record in measured] or [equal_cost.ROWS]
     first: dict[str, Any] = measured[0] if measured else {}
     return Explored(
         options.trace or (),

@@ -56,14 +56,14 @@ def run(options: ServeOptions) -> None:
     os.execve(arguments[0], arguments, server.environment(os.environ))
 
 
-def _check_effect(settings: Settings | None, longest: int | None, asked: bool) -> None:
+def _check_effect(settings: Settings | None, longest: int | None, given: bool) -> None:
     """NoEffect for settings by which no sequence of up to `longest` rows would be sparse; None: nobody knows.
 
-    asked: whether the user said how long sequences are.
+    given: whether the user said how long sequences are.
     """
     if settings is None or longest is None:
         return
-    what = "the longest sequence (--max-model-len)" if asked else "the longest sequence of the model"
+    what = "the longest sequence (--max-model-len)" if given else "the longest sequence of the model"
     refuse(idle_above(settings.above, longest, what))
     if settings.layers is None and settings.make().uses_budget:
         refuse(idle_budget(settings.budget, longest, settings.sink, settings.window, what))

@@ -201,8 +201,8 @@ class TrainOptions:
 
         default = Filters(0, 0) if self.short_range else Filters()
         gap = default.gap if self.gap is None else self.gap
-        near = default.near if self.near is None else self.near
-        return Filters(gap, near, self.sink, self.two_sided)
+        nearest = default.near if self.near is None else self.near
+        return Filters(gap, nearest, self.sink, self.two_sided)
 
     @property
     def recipe(self) -> Recipe:

@@ -145,10 +145,10 @@ class RowCodec(Named, ABC):
         """Return `[B,H]` int64: bytes that a step reads for a selection, each entry once for all query heads of a KV
         head."""
         named = kept.named(selection)  # [B,H,N]
-        found = named.sum(-1) * (4 if self.before_rope else 0)
+        total = named.sum(-1) * (4 if self.before_rope else 0)
         for name, each in self.entry_bytes(kept.size).items():
-            found = found + each * kept.touched(name, named)
-        return found
+            total = total + each * kept.touched(name, named)
+        return total
 
     def attend(
         self, query: Tensor, kept: Kept, selection: Selection, scale: float | None, impl: str | None

@@ -78,19 +78,19 @@ class Gear(RowCodec):
         lost = keys - between(codes, levels.repeat_interleave(self.group, 2))
         made |= self._low_rank("key", lost, rows.half)
         values, far, at = self._without(rows.values.float(), 3)
-        held, levels = round_rows(values, self.bits, rows.half)
-        lost = values - read_rows(held, levels, self.bits, values.shape[3])
-        made |= {"values": held, "value_levels": levels, "value_far": far.to(rows.half), "value_at": at}
+        rounded, levels = round_rows(values, self.bits, rows.half)
+        lost = values - read_rows(rounded, levels, self.bits, values.shape[3])
+        made |= {"values": rounded, "value_levels": levels, "value_far": far.to(rows.half), "value_at": at}
         return made | self._low_rank("value", lost, rows.half)
 
     def _without(self, numbers: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers with the mean in place of the outliers along `dim`, these, and their places uint8."""
         far, at = numbers.topk(self.outliers, dim)
-        near, low = numbers.topk(self.outliers, dim, largest=False)
+        least, low = numbers.topk(self.outliers, dim, largest=False)
         places = torch.cat([at, low], dim)
         mean = numbers.mean(dim, keepdim=True)
         inner = numbers.scatter(dim, places, mean.expand_as(places))
-        return inner, torch.cat([far, near], dim), places.to(torch.uint8)
+        return inner, torch.cat([far, least], dim), places.to(torch.uint8)
 
     def _low_rank(self, name: str, lost: Tensor, half: torch.dtype) -> dict[str, Tensor]:
         """`lost` `[B,H,n,D]` as rows `[B,H,n,r]` and `[B,H,1,D,r]`."""

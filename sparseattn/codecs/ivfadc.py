@@ -62,7 +62,7 @@ class IVFADC(RowCodec):
         keys = rows.unroped if self.rope else rows.keys.float()
         made: dict[str, Tensor] = {}
         for side, part in zip(SIDES, (keys, rows.values.float()), strict=True):
-            made |= {f"{side}_{name}": held for name, held in self._coded(side, part, rows).items()}
+            made |= {f"{side}_{name}": tensor for name, tensor in self._coded(side, part, rows).items()}
         return made
 
     def _coded(self, side: str, part: Tensor, rows: NewRows) -> dict[str, Tensor]:
@@ -86,8 +86,10 @@ class IVFADC(RowCodec):
         names = unpacked(kept.of(f"{side}_names", row), self.bits, parts).long()  # [B,Hs,R,S]
         books = kept.of(f"{side}_books", row).float()  # [B,Hs,S,K,d]
         place = names + torch.arange(parts, device=names.device) * books.shape[3]
-        found = _taken(books.flatten(2, 3), place.flatten(2)).view(*row.shape, kept.size)
-        return found + _taken(kept.of(f"{side}_centroids", row)[:, :, 0].float(), kept.of(f"{side}_list", row)[..., 0])
+        centres = _taken(books.flatten(2, 3), place.flatten(2)).view(*row.shape, kept.size)
+        return centres + _taken(
+            kept.of(f"{side}_centroids", row)[:, :, 0].float(), kept.of(f"{side}_list", row)[..., 0]
+        )
 
     def entry_bytes(self, size: int) -> dict[str, int]:
         each = {
@@ -110,6 +112,6 @@ def _learnt(part: Tensor, real: Tensor, parts: int, bits: int, seed: int) -> Ten
     return torch.stack(made).unflatten(0, part.shape[:2])[:, :, None]
 
 
-def _taken(held: Tensor, which: Tensor) -> Tensor:
+def _taken(table: Tensor, which: Tensor) -> Tensor:
     """`[B,H,n,d]`: of vectors `[B,H,K,d]` those named by `[B,H,n]`."""
-    return held.gather(2, which.long()[..., None].expand(-1, -1, -1, held.shape[3]))
+    return table.gather(2, which.long()[..., None].expand(-1, -1, -1, table.shape[3]))

@@ -80,9 +80,9 @@ class KVQuant(RowCodec):
     def _key_range(self, keys: Tensor, real: Tensor, half: torch.dtype) -> Tensor:
         """`[B,H,2,D]`: middle and reach of each channel of `keys`, padding apart."""
         tail = self.share / 2
-        held = keys.masked_fill(~real[..., None], torch.nan)
+        present = keys.masked_fill(~real[..., None], torch.nan)
         ends = torch.tensor([tail, 1 - tail], device=keys.device)
-        low, high = held.nanquantile(ends, 2).nan_to_num(0.0)
+        low, high = present.nanquantile(ends, 2).nan_to_num(0.0)
         return torch.stack([(high + low) / 2, (high - low) / 2], 2).to(half)
 
     def _levels(self, units: Tensor, at: Tensor, rows: NewRows, name: str) -> Tensor:
@@ -90,8 +90,8 @@ class KVQuant(RowCodec):
         if name in rows.once:
             return rows.once[name]
         inside = torch.ones_like(units, dtype=torch.bool).scatter(3, at, False) & rows.real[..., None]
-        made = torch.stack([torch.stack([self._learnt(x[i]) for x, i in zip(*one, strict=True)])
-                            for one in zip(units, inside, strict=True)])  # fmt: skip
+        made = torch.stack([torch.stack([self._learnt(x[i]) for x, i in zip(*heads, strict=True)])
+                            for heads in zip(units, inside, strict=True)])  # fmt: skip
         return made[:, :, None].to(rows.half)
 
     def _learnt(self, numbers: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ class KVQuant(RowCodec):
         levels = kept.of(f"{name}_levels", row)[:, :, 1].float()  # [B,Hs,K]
         units = levels.gather(2, codes.flatten(2)).view(codes.shape)
         middle, reach = (span[:, :, None] if name == "key" else span).float().unbind(3)
-        found = units * reach + middle
-        return found.scatter(3, kept.of(f"{name}_at", row).long(), kept.of(f"{name}_far", row).float())
+        numbers = units * reach + middle
+        return numbers.scatter(3, kept.of(f"{name}_at", row).long(), kept.of(f"{name}_far", row).float())
 
     def entry_bytes(self, size: int) -> dict[str, int]:
         codes, levels, (key_far, value_far) = width(size, self.bits), 4 << self.bits, self.far(size)

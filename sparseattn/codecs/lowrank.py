@@ -39,8 +39,8 @@ class LowRank(RowCodec):
             inner = keys.masked_fill(~rows.real[..., None], 0.0)
             leading = torch.linalg.eigh((inner.mT @ inner).double()).eigenvectors.flip(-1)[..., : self.rank]
             directions = leading[:, :, None].to(rows.half)
-        found = keys @ directions[:, :, 0].float()
-        return {"directions": directions, "keys": found.to(rows.half), "values": rows.values.to(rows.half)}
+        turned = keys @ directions[:, :, 0].float()
+        return {"directions": directions, "keys": turned.to(rows.half), "values": rows.values.to(rows.half)}
 
     def read(self, kept: Kept, row: Tensor) -> tuple[Tensor, Tensor]:
         keys = kept.of("keys", row).float() @ kept.of("directions", row).float().mT

@@ -188,14 +188,14 @@ class StoredCodes(State):
         size = torch.tensor([self.rows, self.size])
         return {**parts, "seals": torch.tensor(self._starts), "own": torch.tensor(own), "size": size}
 
-    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
         names = [name for name, share in self._shares.items() if share == OWN]
-        for name, part in held.items():
+        for name, part in tensors.items():
             kind, _, own = name.partition(".")
             if kind == "part":
                 self._parts[own].append(part.to(device))
-        self._starts, (self.rows, self.size) = held["seals"].tolist(), held["size"].tolist()
-        self._own = [dict(zip(names, entries, strict=True)) for entries in held["own"].tolist()]
+        self._starts, (self.rows, self.size) = tensors["seals"].tolist(), tensors["size"].tolist()
+        self._own = [dict(zip(names, entries, strict=True)) for entries in tensors["own"].tolist()]
 
     def to(self, device: torch.device | str) -> None:
         for buffer in self._parts.values():

@@ -50,9 +50,9 @@ class ThinK(RowCodec):
         return best.sort(2).values[:, :, None].to(torch.uint8)
 
     def read(self, kept: Kept, row: Tensor) -> tuple[Tensor, Tensor]:
-        held, channels = kept.of("keys", row).float(), kept.of("channels", row).long()
-        keys = held.new_zeros(*row.shape, kept.size)
-        return keys.scatter(3, channels[:, :, None].expand_as(held), held), kept.of("values", row).float()
+        kept_keys, channels = kept.of("keys", row).float(), kept.of("channels", row).long()
+        keys = kept_keys.new_zeros(*row.shape, kept.size)
+        return keys.scatter(3, channels[:, :, None].expand_as(kept_keys), kept_keys), kept.of("values", row).float()
 
     def entry_bytes(self, size: int) -> dict[str, int]:
         left = self.left(size)

@@ -108,13 +108,13 @@ class ZipCacheRows(RowCodec):
 
     def read(self, kept: Kept, row: Tensor) -> tuple[Tensor, Tensor]:
         place, levels = kept.of("place", row), kept.of("key_levels", row)  # [B,Hs,R,2,2,D]
-        high, found = (place >= 0)[..., None], []
+        high, parts = (place >= 0)[..., None], []
         for c, (name, entry) in enumerate(zip(CLASSES, (place, -1 - place), strict=True)):
             bits, entry = getattr(self, name), entry.clamp(min=0).long()
             keys = between(unpacked(kept.at(f"{name}_keys", entry), bits, kept.size), levels[:, :, :, c])
             of_values = kept.at(f"{name}_levels", entry).unflatten(3, (2, 1))
-            found.append((keys, read_rows(kept.at(f"{name}_values", entry), of_values, bits, kept.size, kept.size)))
-        keys, values = (torch.where(high, a, b) for a, b in zip(*found, strict=True))
+            parts.append((keys, read_rows(kept.at(f"{name}_values", entry), of_values, bits, kept.size, kept.size)))
+        keys, values = (torch.where(high, a, b) for a, b in zip(*parts, strict=True))
         return keys, values * kept.of("channels", row).float()
 
     def entry_bytes(self, size: int) -> dict[str, int]:
@@ -134,9 +134,9 @@ class ZipCacheRows(RowCodec):
     def bytes_read(self, kept: Kept, selection: Selection) -> Tensor:
         named, each = kept.named(selection), self.entry_bytes(kept.size)
         high = kept.part("place") >= 0
-        found = named.sum(-1) * each["place"]
-        found = found + kept.touched("channels", named) * (each["key_levels"] + each["channels"])
+        total = named.sum(-1) * each["place"]
+        total = total + kept.touched("channels", named) * (each["key_levels"] + each["channels"])
         for name, mine in zip(CLASSES, (high, ~high), strict=True):
             row = sum(each[f"{name}_{part}"] for part in ("keys", "values", "levels"))
-            found = found + (named & mine).sum(-1) * row
-        return found
+            total = total + (named & mine).sum(-1) * row
+        return total

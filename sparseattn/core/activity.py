@@ -58,7 +58,7 @@ class LayerActivity:
         return {name: getattr(self, name) for name in NAMES}
 
 
-NAMES = tuple(one.name for one in fields(LayerActivity))
+NAMES = tuple(part.name for part in fields(LayerActivity))
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def of_heads(parts: Sequence[Activity]) -> Activity:
     return Activity(joined)
 
 
-def _over_heads(one: LayerActivity, whole: LayerActivity, parts: int) -> LayerActivity:
+def _over_heads(head: LayerActivity, whole: LayerActivity, parts: int) -> LayerActivity:
     read = round(whole.rows_read / parts)
-    return replace(one, rows_read=read, bytes_read=whole.bytes_read, bytes_held=whole.bytes_held)
+    return replace(head, rows_read=read, bytes_read=whole.bytes_read, bytes_held=whole.bytes_held)
 
 
 def added(counts: Iterable[Activity]) -> Activity:

@@ -28,12 +28,12 @@ class Promise(NamedTuple):
     held: Tensor
 
 
-def heaviest(shares: Tensor, held: Tensor, wanted: float) -> Tensor:
+def heaviest(shares: Tensor, dense: Tensor, wanted: float) -> Tensor:
     """Which slots make up the smallest set with which `wanted` is held.
 
     Args:
         shares: `[B,Hs,S]`, what each slot holds; 0 for one that is not used.
-        held: `[B,Hs]`, what is held without any of them.
+        dense: `[B,Hs]`, what is held without any of them.
         wanted: in (0, 1]; 1 takes every slot, however little it holds.
 
     Returns:
@@ -43,7 +43,7 @@ def heaviest(shares: Tensor, held: Tensor, wanted: float) -> Tensor:
         return torch.ones_like(shares, dtype=torch.bool)
     order = shares.argsort(dim=-1, descending=True)
     ranked = shares.gather(-1, order)
-    before = held[..., None] + ranked.cumsum(-1) - ranked  # with the heavier slots
+    before = dense[..., None] + ranked.cumsum(-1) - ranked  # with the heavier slots
     return torch.zeros_like(shares, dtype=torch.bool).scatter(-1, order, before < wanted)
 
 
@@ -66,8 +66,8 @@ def cut(weighed: Weighed, unsealed_lse: Tensor, wanted: float) -> tuple[Selectio
     total = torch.where(total.isinf(), 0.0, total)  # no row at all
     shares, dense = (weighed.weights - total[..., None]).exp(), (dense - total).exp()
     if selection.start.shape[1] == unsealed_lse.shape[1] != shares.shape[1]:
-        mean, held = (part.unflatten(1, (-1, group)).mean(2) for part in (shares, dense))
-        kept = heaviest(mean, held, wanted)
+        mean, dense_mean = (part.unflatten(1, (-1, group)).mean(2) for part in (shares, dense))
+        kept = heaviest(mean, dense_mean, wanted)
         of_each = kept[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
     else:
         kept = of_each = heaviest(shares, dense, wanted)

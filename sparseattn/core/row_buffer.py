@@ -60,7 +60,7 @@ class State(ABC):
         """
         raise ValueError(f"a {type(self).__name__} is not kept in tensors, so it is not written to files")
 
-    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
         """Make an empty one hold what `saved` gave, on `device`. ValueError for other names or shapes."""
         raise ValueError(f"a {type(self).__name__} is not read from files")
 
@@ -150,9 +150,9 @@ class RowBuffer(State):
             storage = self._fill_to(rows, self.room or rows, like)
         elif storage is None or rows > storage.shape[self.dim]:
             # Growth by half keeps the copies below three per row; the spare 64 serve the first decode steps.
-            held = 0 if storage is None else storage.shape[self.dim]
+            capacity = 0 if storage is None else storage.shape[self.dim]
             shape, enough = list(like.shape), storage is None and self.capacity >= rows
-            shape[self.dim] = self.capacity if enough else max(held + held // 2, rows + 64)
+            shape[self.dim] = self.capacity if enough else max(capacity + capacity // 2, rows + 64)
             grown = self._empty(shape, like)
             if storage is not None:
                 grown.narrow(self.dim, 0, self.rows).copy_(self.data)
@@ -212,14 +212,16 @@ class RowBuffer(State):
         """
         if self.room is not None:
             raise RuntimeError("storage that is fixed cannot be freed")
-        held, dim, last = self.full, self.dim, self.rows if last is None else last
+        stored, dim, last = self.full, self.dim, self.rows if last is None else last
         rows = first + ids.shape[-1] + self.rows - last
-        made = self._empty([*held.shape[:dim], rows + 64, *held.shape[dim + 1 :]], held)  # spare as of a first append
-        made.narrow(dim, 0, first).copy_(held.narrow(dim, 0, first))
-        made.narrow(dim, rows - (self.rows - last), self.rows - last).copy_(held.narrow(dim, last, self.rows - last))
-        taken = ids.to(held.device) + first
-        for place in itertools.product(*map(range, held.shape[:dim])):  # a head at a time: no second copy of all
-            made[place][first : first + ids.shape[-1]] = held[place][taken[place]]
+        made = self._empty(
+            [*stored.shape[:dim], rows + 64, *stored.shape[dim + 1 :]], stored
+        )  # spare as of a first append
+        made.narrow(dim, 0, first).copy_(stored.narrow(dim, 0, first))
+        made.narrow(dim, rows - (self.rows - last), self.rows - last).copy_(stored.narrow(dim, last, self.rows - last))
+        taken = ids.to(stored.device) + first
+        for place in itertools.product(*map(range, stored.shape[:dim])):  # a head at a time: no second copy of all
+            made[place][first : first + ids.shape[-1]] = stored[place][taken[place]]
         self.storage, self.rows, self._view = made, rows, None
 
     def fresh(self) -> RowBuffer:
@@ -251,11 +253,11 @@ class RowBuffer(State):
         """Return the filled rows, a view."""
         return {} if self.storage is None else {"rows": self.data}
 
-    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
         """Append the rows that `saved` gave."""
-        if set(held) != {"rows"} or held["rows"].ndim <= self.dim:
-            raise ValueError(f"a row buffer holds rows of {self.dim + 1} dimensions or more, got {_shapes(held)}")
-        self.append(held["rows"].to(device))
+        if set(tensors) != {"rows"} or tensors["rows"].ndim <= self.dim:
+            raise ValueError(f"a row buffer holds rows of {self.dim + 1} dimensions or more, got {_shapes(tensors)}")
+        self.append(tensors["rows"].to(device))
 
     @property
     def nbytes(self) -> int:
@@ -263,5 +265,5 @@ class RowBuffer(State):
         return 0 if self.storage is None else self.data.numel() * self.storage.element_size()
 
 
-def _shapes(held: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in held.items()) or "nothing"
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "nothing"

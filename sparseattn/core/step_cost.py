@@ -184,36 +184,36 @@ def total(costs: Iterable[Cost]) -> Cost:
 def attention(
     shape: Shape,
     lists: int,
-    near: float,
+    unsealed: float,
     rows: float,
     runs: float,
     distinct: float,
-    held: float,
+    rows_stored: float,
     kind: str | None = None,
 ) -> Launch:
-    """Return the launch that attends: every query head of a list to its `rows` and to the `near` ones.
+    """Return the launch that attends: every query head of a list to its `rows` and to the `unsealed` ones.
 
     Args:
         lists: Hs, H or H*G.
-        near: rows that every query reads.
+        unsealed: rows that every query reads.
         rows: that a list names, in so many `runs`.
         distinct: rows that are read for a KV head, each once, the near ones among them.
-        held: rows that these are among.
+        rows_stored: rows that these are among.
         kind: of the launch; None: "gather" where runs are single rows, else "attend".
     """
     heads, single = shape.batch * shape.heads, 0 < rows <= runs
     return Launch(
         kind or ("gather" if single else "attend"),
         bytes=heads * distinct * shape.row_bytes,
-        flops=4.0 * heads * shape.group * (near + rows) * shape.size,
-        entries=shape.batch * lists * (memory_pages(shape, rows, held) if single else runs),
+        flops=4.0 * heads * shape.group * (unsealed + rows) * shape.size,
+        entries=shape.batch * lists * (memory_pages(shape, rows, rows_stored) if single else runs),
     )
 
 
-def memory_pages(shape: Shape, rows: float, held: float) -> float:
+def memory_pages(shape: Shape, rows: float, rows_stored: float) -> float:
     """Pages of memory of 4 KiB in which keys and values of so many rows lie, of one KV head, where they are spread
-    among `held` rows as at random."""
-    pages = max(held * shape.row_bytes / 2 / MEMORY_PAGE, 1.0)
+    among `rows_stored` rows as at random."""
+    pages = max(rows_stored * shape.row_bytes / 2 / MEMORY_PAGE, 1.0)
     return 2 * pages * (1 - math.exp(-rows / pages))
 
 
@@ -281,13 +281,13 @@ def step_cost(
         if number < 0:
             raise ValueError(f"{name} is 0 or more rows, got {number}")
     sealed = max(context - sink - window - waiting, 0) // selector.unit * selector.unit
-    near = context - sealed
+    unsealed = context - sealed
     scan = _scan(selector, shape, context, sealed, budget)
     named, runs = scan.rows, scan.runs
     if rows is not None and named:
         named, runs = rows, runs * rows / named
-    distinct = near + min(named * scan.lists / shape.heads, sealed)
-    attend = attention(shape, scan.lists, near, named, runs, distinct, sealed)
+    distinct = unsealed + min(named * scan.lists / shape.heads, sealed)
+    attend = attention(shape, scan.lists, unsealed, named, runs, distinct, sealed)
     launches = [Launch("step"), *scan.launches, attend]
     if scan.tail:
         launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail, scan.tail))

@@ -141,12 +141,12 @@ class Machine:
             FIELDS.check(record)
         except FieldError as error:
             raise MachineError(str(error)) from None
-        held = {name: record[name] for name in ("name", "bandwidth", "device", "predicted", "source", "about")}
-        held["memory"] = record.get("memory")
+        facts = {name: record[name] for name in ("name", "bandwidth", "device", "predicted", "source", "about")}
+        facts["memory"] = record.get("memory")
         speeds = {
-            dtype: {kind: Speed(**one) for kind, one in kinds.items()} for dtype, kinds in record["speeds"].items()
+            dtype: {kind: Speed(**speed) for kind, speed in kinds.items()} for dtype, kinds in record["speeds"].items()
         }
-        return cls(**held, speeds=speeds)
+        return cls(**facts, speeds=speeds)
 
     @classmethod
     def of_sheet(cls, sheet: DataSheet) -> Machine:

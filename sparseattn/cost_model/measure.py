@@ -111,12 +111,15 @@ class _Part:
         *usual, together = (statistics.median(seconds) for seconds in self.seconds)
         alone, whole = usual[: len(self.probes)], usual[len(self.probes) :]
         launches = [probe.launch for probe in self.probes]
-        found = fitted(launches, after_others(launches, alone, first_call([alone[k] for k in self.places], together)))
+        fits = fitted(launches, after_others(launches, alone, first_call([alone[k] for k in self.places], together)))
         rest = [
-            taken - sum(found[one.kind].seconds(one, bandwidth) for one in step.cost.launches if one.kind != "step")
+            taken
+            - sum(
+                fits[launch.kind].seconds(launch, bandwidth) for launch in step.cost.launches if launch.kind != "step"
+            )
             for step, taken in zip(self.steps, whole, strict=True)
         ]
-        return {"step": Speed(max(statistics.median(rest), 0.0)), **found}
+        return {"step": Speed(max(statistics.median(rest), 0.0)), **fits}
 
 
 def measure(
@@ -177,10 +180,12 @@ def non_negative(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
         for chosen in itertools.combinations(used, count):
             part = whole[:, chosen]
             size = part.norm(dim=0)
-            found = torch.linalg.lstsq(part / size, torch.ones(len(part), 1, dtype=torch.float64)).solution[:, 0] / size
-            error = float((part @ found - 1).square().sum())
-            if bool((found >= 0).all()) and error < least:
+            solution = (
+                torch.linalg.lstsq(part / size, torch.ones(len(part), 1, dtype=torch.float64)).solution[:, 0] / size
+            )
+            error = float((part @ solution - 1).square().sum())
+            if bool((solution >= 0).all()) and error < least:
                 least, best = error, [0.0] * whole.shape[1]
-                for k, one in zip(chosen, found.tolist(), strict=True):
-                    best[k] = one
+                for k, value in zip(chosen, solution.tolist(), strict=True):
+                    best[k] = value
     return best

@@ -143,8 +143,8 @@ class ModelShape:
         """
         known = named()
         if isinstance(name, str) and name in known:
-            one = known[name]
-            return _shape(one["config"], name, one["source"], None, one.get("note", ""))
+            entry = known[name]
+            return _shape(entry["config"], name, entry["source"], None, entry.get("note", ""))
         path = Path(name)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
@@ -252,14 +252,14 @@ def _weights(config: Mapping[str, Any], query: int, kv: int, stored: int | None)
     tied = config.get("tie_word_embeddings", kind.startswith("gemma"))
     always = table + layers * (2 * hidden * (query + kv) + (hidden * experts if experts else mlp))
     counts = 0 if tied else table, always, layers * mlp if experts else 0
-    found = Weights(
+    weights = Weights(
         counts[0] * size, always * size, counts[2] * packed, counts, experts, config.get("num_experts_per_tok", 0)
     )
     if stored is None:
-        return found
-    scale = stored / found.total
+        return weights
+    scale = stored / weights.total
     return Weights(
-        found.lookup * scale, found.always * scale, found.expert * scale, counts, found.experts, found.chosen
+        weights.lookup * scale, weights.always * scale, weights.expert * scale, counts, weights.experts, weights.chosen
     )
 
 
@@ -267,7 +267,7 @@ def _stored(folder: Path) -> int | None:
     """Return the bytes of the weights that lie in a folder, by their index or by their files; None without any."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        found = parse_object(index.read_bytes())
-        INDEX.check(found, index.name)
-        return int(found["metadata"]["total_size"])
+        index_json = parse_object(index.read_bytes())
+        INDEX.check(index_json, index.name)
+        return int(index_json["metadata"]["total_size"])
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None

@@ -63,8 +63,8 @@ class Workload:
         if self.machine.memory is None:
             return None
         free = self.machine.memory - self.model.weights.total
-        one = replace(self, batch=1).held(index) - self.model.weights.total
-        return max(math.floor(free / one), 0)
+        bytes_each = replace(self, batch=1).held(index) - self.model.weights.total
+        return max(math.floor(free / bytes_each), 0)
 
     def largest_context(self) -> int | None:
         """Return how many tokens of each of these sequences fit; None where the machine's memory is not known."""
@@ -94,9 +94,9 @@ class Workload:
                 machine does not run.
         """
         shape = self.model.attention(self.batch, self.dtype)
-        one = selector.for_layer(LayerContext(0, rope=Rope.of(shape.size)))
-        one.check_shape(shape.heads, shape.group, shape.size)
-        cost = step_cost(one, shape, self.context, budget, sink=SINK, window=WINDOW)
+        prepared = selector.for_layer(LayerContext(0, rope=Rope.of(shape.size)))
+        prepared.check_shape(shape.heads, shape.group, shape.size)
+        cost = step_cost(prepared, shape, self.context, budget, sink=SINK, window=WINDOW)
         return self.model.full * self.machine.seconds(cost) + self._sliding_seconds(), cost.expected
 
     def _sliding_seconds(self) -> float:

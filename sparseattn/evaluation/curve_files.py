@@ -15,7 +15,9 @@ def written(curves: Mapping[str, Curve]) -> tuple[dict[str, Any], dict[str, Tens
     said: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for number, (task, curve) in enumerate(curves.items()):
-        points = [{"value": one.value, "selector": one.selector, "seconds": one.seconds} for one in curve.points]
+        points = [
+            {"value": point.value, "selector": point.selector, "seconds": point.seconds} for point in curve.points
+        ]
         said[task] = {
             "selector": curve.selector,
             "knob": curve.knob,
@@ -38,17 +40,17 @@ def read(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Cu
     try:
         return {
             task: Curve(
-                one["selector"],
-                one["knob"],
-                dict(one["settings"]),
+                curve["selector"],
+                curve["knob"],
+                dict(curve["settings"]),
                 tuple(
                     Point(point["value"], point["selector"], _of(f"{number}/{place}/", tensors), point["seconds"])
-                    for place, point in enumerate(one["points"])
+                    for place, point in enumerate(curve["points"])
                 ),
-                one["build_seconds"],
-                one["index_bytes"],
+                curve["build_seconds"],
+                curve["index_bytes"],
             )
-            for number, (task, one) in enumerate(said.items())
+            for number, (task, curve) in enumerate(said.items())
         }
     except (KeyError, TypeError) as error:
         raise ValueError(f"an item of a run lacks {error}") from error

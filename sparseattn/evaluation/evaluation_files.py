@@ -16,19 +16,19 @@ def written(results: Sequence[Evaluation]) -> tuple[list[dict[str, Any]], dict[s
     """Return what is said of each, and the measures of all."""
     said = [
         {
-            "trace": one.trace,
-            "selector": one.selector,
-            "label": one.label,
-            "budget": budget_record(one.budget),
-            "settings": one.settings,
-            "layers": list(one.layers),
-            "measures": [list(one.heads), list(one.steps)],
-            "activity": None if one.activity is None else one.activity.to_dict(),
+            "trace": result.trace,
+            "selector": result.selector,
+            "label": result.label,
+            "budget": budget_record(result.budget),
+            "settings": result.settings,
+            "layers": list(result.layers),
+            "measures": [list(result.heads), list(result.steps)],
+            "activity": None if result.activity is None else result.activity.to_dict(),
         }
-        for one in results
+        for result in results
     ]
-    tensors = {f"{i}/heads/{name}": part for i, one in enumerate(results) for name, part in one.heads.items()}
-    tensors |= {f"{i}/steps/{name}": part for i, one in enumerate(results) for name, part in one.steps.items()}
+    tensors = {f"{i}/heads/{name}": part for i, result in enumerate(results) for name, part in result.heads.items()}
+    tensors |= {f"{i}/steps/{name}": part for i, result in enumerate(results) for name, part in result.steps.items()}
     return said, tensors
 
 
@@ -41,17 +41,17 @@ def read(said: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> li
     try:
         return [
             Evaluation(
-                one["trace"],
-                one["selector"],
-                one["label"],
-                parse_budget(one["budget"]),
-                dict(one["settings"]),
-                tuple(one["layers"]),
-                {name: tensors[f"{i}/heads/{name}"] for name in one["measures"][0]},
-                {name: tensors[f"{i}/steps/{name}"] for name in one["measures"][1]},
-                None if one["activity"] is None else Activity.from_dict(one["activity"]),
+                facts["trace"],
+                facts["selector"],
+                facts["label"],
+                parse_budget(facts["budget"]),
+                dict(facts["settings"]),
+                tuple(facts["layers"]),
+                {name: tensors[f"{i}/heads/{name}"] for name in facts["measures"][0]},
+                {name: tensors[f"{i}/steps/{name}"] for name in facts["measures"][1]},
+                None if facts["activity"] is None else Activity.from_dict(facts["activity"]),
             )
-            for i, one in enumerate(said)
+            for i, facts in enumerate(said)
         ]
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"an item of a run lacks {error}") from error

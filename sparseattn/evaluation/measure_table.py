@@ -187,7 +187,7 @@ _OTHERS = (
     Measure("missed", "heads missed", LOW, COUNT, "", "heads missed"),
     Measure("wins", "heads won", HIGH, COUNT, "", "heads won"),
 )
-_TABLE = {one.key: one for one in (*_REPLAY, *_RECALL, *_INSPECT, *_EVAL, *_OTHERS)}
+_TABLE = {row.key: row for row in (*_REPLAY, *_RECALL, *_INSPECT, *_EVAL, *_OTHERS)}
 
 
 def measure(key: str) -> Measure:
@@ -199,8 +199,8 @@ def measure(key: str) -> Measure:
     name, at, number = key.partition("@")
     if not at or key in _TABLE:
         return _TABLE[key]
-    found = _TABLE[f"{name}@{{k}}"]
-    return replace(found, key=key, short=found.short.format(k=number), words=found.words.format(k=number))
+    row = _TABLE[f"{name}@{{k}}"]
+    return replace(row, key=key, short=row.short.format(k=number), words=row.words.format(k=number))
 
 
 def measures(keys: Iterable[str]) -> tuple[Measure, ...]:

@@ -29,7 +29,7 @@ def native_overlap(trace: Trace) -> tuple[list[int], Tensor]:
     chosen = [_mask(trace, index) for index in layers]  # [Hs,Q,T] each
     queries = min(mask.shape[1] for mask in chosen)
     chosen = [mask[:, -queries:] for mask in chosen]
-    shares = [[((one & other).sum(-1) / one.sum(-1)).double().mean() for other in chosen] for one in chosen]
+    shares = [[((mask & other).sum(-1) / mask.sum(-1)).double().mean() for other in chosen] for mask in chosen]
     return layers, torch.stack([torch.stack(row) for row in shares])
 
 

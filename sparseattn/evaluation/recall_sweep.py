@@ -160,11 +160,11 @@ def curves(
         check(method, problem.keys.shape[1], k)
     report = progress or (lambda what, done, total: None)
     made, indexes = {}, None
-    for name, asked in tasks.items():
+    for name, task in tasks.items():
         if indexes is None or method.learns:
             indexes = None  # the last task's are freed before the next ones are made
-            indexes = _build(method, asked, k, report)
-        made[name] = _sweep(method, indexes, asked, k, values, report)
+            indexes = _build(method, task, k, report)
+        made[name] = _sweep(method, indexes, task, k, values, report)
     return made
 
 
@@ -346,9 +346,9 @@ class _Layer:
 def _point(value: int | None, searcher: Selector, answers: Sequence[Sequence[_Answer]]) -> Point:
     """Return the mean over tokens; `answers` by token, then layer."""
     layers = list(zip(*answers, strict=True))
-    facts = torch.cat([torch.stack([one.facts for one in layer]).mean(0) for layer in layers], -1)  # [3,heads]
+    facts = torch.cat([torch.stack([head.facts for head in layer]).mean(0) for layer in layers], -1)  # [3,heads]
     facts = torch.where(facts.isinf(), torch.nan, facts)
-    seconds = [float(torch.tensor([one.seconds for one in layer]).median()) for layer in layers]
+    seconds = [float(torch.tensor([head.seconds for head in layer]).median()) for layer in layers]
     return Point(value, repr(searcher), dict(zip(MEASURES, facts, strict=True)), sum(seconds) / len(seconds))
 
 
@@ -357,7 +357,7 @@ def top_keys(queries: Tensor, keys: Tensor, count: int) -> Tensor:
     `[H,G,Q,D]`, best first. In torch and float32, blocks at a time: recall is measured where faiss is not installed."""
     step = max(1, BLOCK // (keys.shape[1] * queries.shape[1]))
     out = []
-    for asked, head in zip(queries.float(), keys.float(), strict=True):
-        parts = [(part @ head.T).topk(count, dim=-1).indices for part in asked.split(step, dim=1)]
+    for query, head in zip(queries.float(), keys.float(), strict=True):
+        parts = [(part @ head.T).topk(count, dim=-1).indices for part in query.split(step, dim=1)]
         out.append(torch.cat(parts, 1))
     return torch.stack(out)

@@ -141,14 +141,14 @@ def evaluate_budgets(
         facts["every"] = how.every
     if how.codec is not None:
         facts["codec"] = str(how.codec)
-    found = []
+    evaluations = []
     for i, budget in enumerate(budgets):
         measured = {name: torch.stack([heads[i][name] for heads in per_layer]) for name in MEASURES}
         by_step = {name: torch.stack([heads[i][f"{name} by step"] for heads in per_layer]) for name in steps}
         activity = replay_activity(trace, layers, measured, how.last, how.every)
         named = trace.name, repr(method), kept_label(method.label(), how.codec), budget
-        found.append(Evaluation(*named, facts, tuple(layers), measured, by_step, activity))
-    return found
+        evaluations.append(Evaluation(*named, facts, tuple(layers), measured, by_step, activity))
+    return evaluations
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +187,7 @@ class _Run:
             append_rows(cache, part, self.positions, 0, self.trace.tokens - self.how.last)
             cache.seal()
             counted = self.progress if share is shares[-1] else None  # a token of a layer counts once
-            parts.append(self.each_budget(cache, part, [share.budget(asked) for asked in self.budgets], counted))
+            parts.append(self.each_budget(cache, part, [share.budget(budget) for budget in self.budgets], counted))
         return [_of_layer(shares, measured) for measured in zip(*parts, strict=True)]
 
     def recorded(self, layer: TraceLayer) -> RecordedIndex | None:
@@ -208,17 +208,17 @@ class _Run:
         self, cache: KVCache, layer: TraceLayer, budgets: Sequence[Budget], progress: Callable[[int], None] | None
     ) -> list[dict[str, Tensor]]:
         """Return `decoded` at each budget, once where it is the same, as where a role has one of its own."""
-        found: list[dict[str, Tensor]] = []
+        measured: list[dict[str, Tensor]] = []
         board = cache.selector.layer_context.board
         for i, budget in enumerate(budgets):
             if i and repr(budget) == repr(budgets[0]) and not (board is not None and cache.selector.layer in board):
-                found.append(found[0])
+                measured.append(measured[0])
                 for _ in range(self.how.last):
                     if progress is not None:
                         progress(1)
             else:
-                found.append(self.decoded(cache.clone(), layer, budget, i, progress))
-        return found
+                measured.append(self.decoded(cache.clone(), layer, budget, i, progress))
+        return measured
 
     def decoded(
         self, cache: KVCache, layer: TraceLayer, budget: Budget, turn: int, progress: Callable[[int], None] | None

@@ -30,16 +30,16 @@ def replay_activity(
     first = trace.tokens - last
     stored = sum(first + t + 1 for t in range(last) if (t + 1) % every == 0)  # rows, the token's own among them
     steps = last // every
-    found = {}
+    by_layer = {}
     for at, layer in enumerate(layers):
         shape = trace.shapes[layer]
         bytes_held = stored * shape.heads * 2 * shape.size * trace.dtype.itemsize
         share = float(heads["bytes_share"][at].mean())
-        found[layer] = LayerActivity(
+        by_layer[layer] = LayerActivity(
             sparse_steps=steps,
             rows_read=round(float(heads["attended"][at].mean()) * steps),
             rows_held=stored,
             bytes_read=None if math.isnan(share) else round(share * bytes_held),
             bytes_held=bytes_held,
         )
-    return Activity(found)
+    return Activity(by_layer)

@@ -177,10 +177,10 @@ def _check_rows(trace: Trace, methods: Sequence[Share], replay: Replay) -> None:
                 f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
                 f"rows before the replay to select from; {share.selector} needs at least {least}"
             )
-    held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
-    if last > held:
+    queries = min(shape.queries or trace.tokens for shape in trace.shapes.values())
+    if last > queries:
         raise ValueError(
-            f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"
+            f"{trace.name} holds the queries of its last {queries} tokens, so last is at most that, got {last}"
         )
 
 

@@ -58,7 +58,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     full = weights @ values  # [1,H,G,D]
     error = attend_chosen(query, cache, selection, scale=scale) - full
     far = weights[..., indexed].sum(-1)  # [1,H,G]
-    found = (weights * reads)[..., indexed].sum(-1)
+    read_mass = (weights * reads)[..., indexed].sum(-1)
     sought = weights[..., indexed] >= measure_table.LOOKUP
     hits = (sought & reads[..., indexed]).sum(-1)
     row_bytes = 2 * keys.shape[3] * cache.selector.bytes_of(keys)  # a key and a value
@@ -69,7 +69,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     measured = {
         "mass": (weights * reads).sum(-1),
         "indexed_mass": far,
-        "recovered": torch.where(far > 0, found / far, 1.0),
+        "recovered": torch.where(far > 0, read_mass / far, 1.0),
         "lookups": sought.sum(-1),
         "lookup_hits": hits / sought.sum(-1),  # NaN without any
         "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
@@ -176,9 +176,9 @@ def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: 
         return {"oracle_kept": none, "promised": none, "fulfilled": none}
     far = weights[..., indexed].sort(-1, descending=True).values
     before = 1 - far.sum(-1, keepdim=True) + far.cumsum(-1) - far  # with sink, unsealed rows and what is heavier
-    held = (weights * reads).sum(-1)
+    read_mass = (weights * reads).sum(-1)
     return {
         "oracle_kept": (before < promise.wanted).sum(-1),
-        "promised": promise.held.view(held.shape),
-        "fulfilled": (held >= promise.wanted * (1 - ROUNDING)).double(),
+        "promised": promise.held.view(read_mass.shape),
+        "fulfilled": (read_mass >= promise.wanted * (1 - ROUNDING)).double(),
     }

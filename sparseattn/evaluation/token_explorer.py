@@ -102,9 +102,9 @@ def explore(
     """
     chosen = usable_layers(trace, layers)
     how = Replay(sink, window, last=queries, layers=chosen, device=device)
-    methods = [as_method(one) for one in selectors]
-    if not methods or len({one.label() for one in methods}) < len(methods):
-        raise ValueError(f"selectors are one or more of different labels, got {[one.label() for one in methods]}")
+    methods = [as_method(selector) for selector in selectors]
+    if not methods or len({method.label() for method in methods}) < len(methods):
+        raise ValueError(f"selectors are one or more of different labels, got {[method.label() for method in methods]}")
     for method in methods:
         replay_device(method, device)
         check_replay(trace, [budget], method, how)
@@ -118,9 +118,9 @@ def explore(
         watch = functools.partial(noted.watch, levels=None if i else levels, needed=None if i else needed)
         evaluate_budgets(trace, method, [budget], how, progress=progress, watch=watch)
         readings.append(TokenReading(method.label(), noted.rows, noted.measured, noted.page or 1))
-    asked = tuple(range(trace.tokens - queries, trace.tokens))
+    last = tuple(range(trace.tokens - queries, trace.tokens))
     return Exploration(
-        trace.name, asked, tuple(chosen), heads * group, group, sink, window, budget, levels, needed, tuple(readings)
+        trace.name, last, tuple(chosen), heads * group, group, sink, window, budget, levels, needed, tuple(readings)
     )
 
 
@@ -213,7 +213,7 @@ def tokens_of(stored: Tensor, rows: Tensor) -> Tensor | None:
         return None
     along = torch.randn(rows.shape[-1], 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     theirs, ours = ((x.double() @ along)[..., 0].argsort(-1) for x in (rows, stored))  # [H,N]
-    found = torch.empty_like(ours).scatter_(-1, ours, theirs)
-    if not torch.equal(rows.gather(1, found[..., None].expand_as(rows)), stored):
+    places = torch.empty_like(ours).scatter_(-1, ours, theirs)
+    if not torch.equal(rows.gather(1, places[..., None].expand_as(rows)), stored):
         raise ValueError("a cache holds other rows than the trace, so nobody can say which of its tokens were read")
-    return found
+    return places

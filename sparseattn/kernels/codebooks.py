@@ -21,15 +21,15 @@ def nearest(keys: Tensor, books: Tensor) -> Tensor:
     subspaces of `[B,H,S,K,d]`."""
     batch, heads, count, _ = keys.shape
     subspaces, centroids, size = books.shape[2:]
-    held = books.float().flatten(0, 2)  # [BHS,K,d]
-    half = held.square().sum(-1)[:, None] / 2  # [BHS,1,K]
+    flat = books.float().flatten(0, 2)  # [BHS,K,d]
+    half = flat.square().sum(-1)[:, None] / 2  # [BHS,1,K]
     kind = torch.uint8 if centroids <= BYTE else torch.int16
     names = keys.new_empty(batch, heads, count, subspaces, dtype=kind)
-    once = max(CHUNK // (len(held) * centroids), 1)  # rows
+    once = max(CHUNK // (len(flat) * centroids), 1)  # rows
     for part, out in zip(keys.split(once, 2), names.split(once, 2), strict=True):
         cut = part.float().unflatten(3, (subspaces, size)).transpose(2, 3).flatten(0, 2)  # [BHS,n,d]
-        found = torch.baddbmm(half, cut, held.mT, alpha=-1).argmin(-1)  # half the distance less |k|^2 / 2
-        out.copy_(found.unflatten(0, (batch, heads, subspaces)).transpose(2, 3))
+        closest = torch.baddbmm(half, cut, flat.mT, alpha=-1).argmin(-1)  # half the distance less |k|^2 / 2
+        out.copy_(closest.unflatten(0, (batch, heads, subspaces)).transpose(2, 3))
     return names
 
 

@@ -52,8 +52,8 @@ class Operation:
 
     def module(self, name: str) -> Any:
         """Return the module of an implementation, imported at its first use: numba and Triton are optional."""
-        found = self._modules[name] = importlib.import_module(f"{self._package}.{FILES[name]}")
-        return found
+        loaded = self._modules[name] = importlib.import_module(f"{self._package}.{FILES[name]}")
+        return loaded
 
 
 @functools.cache  # what can run here does not change while a process runs, and every step asks

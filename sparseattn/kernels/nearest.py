@@ -56,14 +56,14 @@ def nearest(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     count = min(count, len(keys))
     if queries.is_cuda:
         blocks = [(block @ keys.T).topk(count) for block in queries.split(max(1, BLOCK // len(keys)))]
-        return torch.cat([one.values for one in blocks]), torch.cat([one.indices for one in blocks]).int()
+        return torch.cat([block.values for block in blocks]), torch.cat([block.indices for block in blocks]).int()
     faiss = load_faiss()
-    asked, held = queries.contiguous().numpy(), keys.contiguous().numpy()
+    query_rows, key_rows = queries.contiguous().numpy(), keys.contiguous().numpy()
     metric = faiss.METRIC_INNER_PRODUCT
     if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus():
-        products, ids = faiss.knn_gpu(_gpu(), asked, held, count, metric=metric)
+        products, ids = faiss.knn_gpu(_gpu(), query_rows, key_rows, count, metric=metric)
     else:
-        products, ids = faiss.knn(asked, held, count, metric=metric)
+        products, ids = faiss.knn(query_rows, key_rows, count, metric=metric)
     return torch.from_numpy(products), torch.from_numpy(ids).int()
 
 

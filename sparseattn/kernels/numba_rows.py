@@ -93,9 +93,9 @@ def add_to(typing, array, place, number):
     def code(context, builder, signature, arguments):
         data = context.make_array(array)(context, builder, arguments[0]).data
         at = builder.gep(data, [arguments[1]])
-        held = builder.load(at)
-        held.set_metadata("noalias", scope(builder))
-        builder.store(builder.fadd(held, arguments[2], flags=FAST), at).set_metadata("noalias", scope(builder))
+        value = builder.load(at)
+        value.set_metadata("noalias", scope(builder))
+        builder.store(builder.fadd(value, arguments[2], flags=FAST), at).set_metadata("noalias", scope(builder))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), code

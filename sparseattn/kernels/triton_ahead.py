@@ -135,10 +135,10 @@ def compile_pages_ahead(
     tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * kept
     row_bytes = 2 * size * kept + (4 if table else 1)
     arguments += [*steps, *steps]
-    found = [_compile(page_bounds_gpu.score_pages, arguments, constants, options, arch, tile_bytes, row_bytes)]
+    compiled = [_compile(page_bounds_gpu.score_pages, arguments, constants, options, arch, tile_bytes, row_bytes)]
     if softmax:
         arguments = ["*fp32", "*fp32", "*fp32", "i32", "i32"]
-        found.append(
+        compiled.append(
             _compile(
                 group_vote_gpu.vote_softmax,
                 arguments,
@@ -147,7 +147,7 @@ def compile_pages_ahead(
                 row_bytes=4 * group,
             )
         )
-    return found
+    return compiled
 
 
 def compile_best_ahead(total: int, count: int, arch: int = 90, *, page: bool = False, part: bool = False) -> Compiled:
@@ -222,11 +222,11 @@ def compile_lowbit_ahead(
     where: Arguments = [None, "*i32"] if table else ["*i1", None]
     arguments = [*inputs, *where, "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32", *stored]
     tile_bytes = constants["PART"] * constants["BLOCK_W"]
-    found = [_compile(quantized_keys_gpu.score_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]
+    compiled = [_compile(quantized_keys_gpu.score_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]
     if softmax:
         arguments = ["*fp32", "*fp32", "*fp32", "i32", "i32"]
         vote_constants, vote_options = group_vote_gpu.launch(group, quantized_keys_gpu.VOTE_BLOCK)
-        found.append(
+        compiled.append(
             _compile(group_vote_gpu.vote_softmax, arguments, vote_constants, vote_options, arch, row_bytes=4 * group)
         )
     each = group if vote == "each" else 1
@@ -234,7 +234,7 @@ def compile_lowbit_ahead(
     arguments = [*inputs, "*i1", "*i64", "*fp32", "i32", "i32", "i32", "i32", "fp32", *steps]
     tile_bytes = constants["BLOCK"] * constants["BLOCK_W"]
     return [
-        *found,
+        *compiled,
         _compile(gpu_listed.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes),
     ]
 
@@ -242,7 +242,7 @@ def compile_lowbit_ahead(
 def compile_product_codes_ahead(group: int, bits: int, count: int, arch: int = 90) -> list[Compiled]:
     """As `compile_ahead`, for `querypq`: whole sums of every row of `count` bytes, how far these are below the best,
     logits of every row, and logits of listed ones. The vote of these is that of `compile_pages_ahead`."""
-    found = []
+    compiled = []
     for whole, listed in ((True, False), (False, False), (False, True)):
         constants, options = product_codes_gpu.launch(-(-group // 2) if whole else group, bits, count, not listed)
         kind = "*i32" if whole else "*fp32"
@@ -251,12 +251,14 @@ def compile_product_codes_ahead(group: int, bits: int, count: int, arch: int = 9
         arguments += [1 << 20, 1 << 16, 1 << 12]  # steps of b, h and a byte
         tile_bytes = 0 if listed else constants["BLOCK"]
         row_bytes = count + (5 if listed else 1)
-        found.append(_compile(product_codes_gpu.sum_rows, arguments, constants, options, arch, tile_bytes, row_bytes))
+        compiled.append(
+            _compile(product_codes_gpu.sum_rows, arguments, constants, options, arch, tile_bytes, row_bytes)
+        )
     constants, options = product_codes_gpu.launch_tops(group)
     arguments = ["*i32", "*i32", "*i1", "*fp32", "i32", "i32", "i32"]
     row_bytes = 4 * constants["LINES"] + 1
     below = _compile(product_codes_gpu.below_tops, arguments, constants, options, arch, row_bytes=row_bytes)
-    return [found[0], below, *found[1:]]
+    return [compiled[0], below, *compiled[1:]]
 
 
 def compile_probes_ahead(span: int, each: int = 1, buckets: int = 1024, arch: int = 90) -> Compiled:

@@ -97,15 +97,15 @@ def _choosing_as_before(calls: Iterable[Call]) -> Iterator[None]:
     for call in calls:
         own, ids = getattr(call.module, "indexer", None), call.options.get("block_indices")
         if own is not None and ids is not None:
-            held = vars(own)
-            replaced.append((held, {"forward": held["forward"]} if "forward" in held else {}))
-            held["forward"] = functools.partial(_put_out, ids)
+            attributes = vars(own)
+            replaced.append((attributes, {"forward": attributes["forward"]} if "forward" in attributes else {}))
+            attributes["forward"] = functools.partial(_put_out, ids)
     try:
         yield
     finally:
-        for held, before in replaced:
-            del held["forward"]
-            held.update(before)
+        for attributes, before in replaced:
+            del attributes["forward"]
+            attributes.update(before)
 
 
 def _put_out(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

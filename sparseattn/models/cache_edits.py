@@ -66,16 +66,16 @@ class EditedCache(Cache):
         if not self._passes.whole(self.layers):
             self._take_back(self._passes.tokens_after_crop(self.layers, tokens_to_remove))
             return
-        held = self._tokens()
+        tokens = self._tokens()
         tokens_to_remove = int(tokens_to_remove)  # older releases give a tensor
-        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0)
-        gone = self._real.count(held - drop, held)
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(tokens - tokens_to_remove, 0)
+        gone = self._real.count(tokens - drop, tokens)
         for layer in self.layers:
             if isinstance(layer, SparseLayer):
                 layer.crop_rows(drop, gone)
             elif drop or getattr(layer, "record_past", False):  # 0: let go of the past that was kept for this
                 layer.crop(-drop)
-        self._real.crop(held - drop)
+        self._real.crop(tokens - drop)
 
     def _take_back(self, tokens: int) -> None:
         """Go back to so many tokens, at most those that all layers hold whole."""

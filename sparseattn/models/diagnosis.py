@@ -50,8 +50,8 @@ def _begins(part: SparseHeads) -> int | None:
 
 
 def _dense(cache: SparseCache, index: int, layer: object, length: int) -> LayerDiagnosis:
-    found = cache.prepared.layers.get(index)
-    window = getattr(layer, "sliding_window", None) or (found.window if found is not None else None)
+    prepared = cache.prepared.layers.get(index)
+    window = getattr(layer, "sliding_window", None) or (prepared.window if prepared is not None else None)
     read = length if window is None else min(length, int(window))
     if window is not None:
         why = f"it attends to a sliding window of {window:,} rows"

@@ -73,16 +73,19 @@ def observe(prefill: Prefill, tokens: Sequence[int], draws: int = 8, seed: int =
     cache.sparse_from = prefill.tokens + len(tokens)  # nothing is sparse
     with torch.enable_grad():
         logits = model(input_ids=ids, use_cache=True, logits_to_keep=0, **cache_argument(cache)).logits[0].float()
-    leaves = [one.leaf for one in watched.values()]
+    leaves = [layer.leaf for layer in watched.values()]
     with torch.no_grad():
         p = logits.softmax(-1)  # [n,V]
         draw = torch.Generator(device=logits.device).manual_seed(seed)
-    found: list[tuple[Tensor, ...]] = []
+    gradients: list[tuple[Tensor, ...]] = []
     for s in range(draws):
         u = torch.randn(p.shape, generator=draw, device=p.device) * p.sqrt()
         u -= p * u.sum(-1, keepdim=True)  # of covariance diag(p) - p p^T
-        found.append(torch.autograd.grad(logits, leaves, u, retain_graph=s < draws - 1))
-    return {index: one.seen(torch.cat([each[i] for each in found])) for i, (index, one) in enumerate(watched.items())}
+        gradients.append(torch.autograd.grad(logits, leaves, u, retain_graph=s < draws - 1))
+    return {
+        index: layer.seen(torch.cat([each[i] for each in gradients]))
+        for i, (index, layer) in enumerate(watched.items())
+    }
 
 
 class _Watched(SparseLayer):

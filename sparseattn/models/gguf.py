@@ -121,21 +121,21 @@ def _read(path: Path) -> tuple[Any, Any]:
     """Return the model in bfloat16, as if it had never been a GGUF file, and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
-    held = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.bfloat16, trust_remote_code=False
     )
-    weights = held.state_dict()
+    weights = loaded.state_dict()
     packed = [name for name, tensor in weights.items() if not tensor.is_floating_point()]
     if packed:
         raise ValueError(f"transformers left {len(packed)} tensors packed, such as {packed[0]}")
-    config = copy.deepcopy(held.config)
+    config = copy.deepcopy(loaded.config)
     del config.quantization_config
     config.name_or_path = path.stem
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
-    model.generation_config = held.generation_config
+    model.generation_config = loaded.generation_config
     return model, _tokenizer(path)
 
 

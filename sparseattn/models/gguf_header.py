@@ -91,24 +91,25 @@ class _Reader:
             if key in entries:
                 raise _Wrong(f"{_shown(key)} comes twice")
             entries[key] = self._value(self._number("I", f"the type of {_shown(key)}"), _shown(key))
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         offsets: dict[str, int] = {}
         for i in range(tensors):
             name = self._text(f"the name of tensor {i}")
             rank = self._number("I", f"the dimensions of {_shown(name)}")
             if not 1 <= rank <= DIMENSIONS:
                 raise _Wrong(f"{_shown(name)} has 1 to {DIMENSIONS} dimensions, got {rank}")
-            if name in found:
+            if name in shapes:
                 raise _Wrong(f"{_shown(name)} comes twice")
-            found[name] = tuple(self._number("Q", f"the dimensions of {_shown(name)}") for _ in range(rank))
-            if min(found[name]) < 1 or math.prod(found[name]) > 8 * 8 * self._size:  # no type has less than an 1/8 bit
-                raise _Wrong(f"{_shown(name)} has dimensions {list(found[name])}, which the file has no room for")
+            shapes[name] = tuple(self._number("Q", f"the dimensions of {_shown(name)}") for _ in range(rank))
+            # no type has less than an 1/8 bit
+            if min(shapes[name]) < 1 or math.prod(shapes[name]) > 8 * 8 * self._size:
+                raise _Wrong(f"{_shown(name)} has dimensions {list(shapes[name])}, which the file has no room for")
             self._number("I", f"the type of {_shown(name)}")
             offsets[name] = self._number("Q", f"the offset of {_shown(name)}")
         for name, offset in offsets.items():
             if offset > self._size - self._at:
                 raise _Wrong(f"{_shown(name)} begins at byte {offset:,} of the data, behind the file's end")
-        return Header(entries, found)
+        return Header(entries, shapes)
 
     def _value(self, kind: int, key: str, deep: int = 0) -> Any:
         if kind in NUMBERS:
@@ -157,20 +158,20 @@ def _check_architecture(made: Header) -> None:
     if not isinstance(name, str) or not name:
         raise _Wrong(f"general.architecture is text, got {reprlib.repr(name)}")
     blocks = [key.split(".")[1] for key in made.tensors if key.startswith("blk.") and key.count(".") > 1]
-    held = {int(one) for one in blocks if one.isascii() and one.isdecimal() and len(one) < 10}
+    indices = {int(text) for text in blocks if text.isascii() and text.isdecimal() and len(text) < 10}
     key = f"{name}.block_count"
     count = made.entries.get(key)
-    if type(count) is not int or not 1 <= count <= len(held) or held != set(range(len(held))):
-        raise _Wrong(f"{key} is {reprlib.repr(count)}, and the file has tensors of {len(held)} blocks")
-    largest = max((max(one) for one in made.tensors.values()), default=0)
+    if type(count) is not int or not 1 <= count <= len(indices) or indices != set(range(len(indices))):
+        raise _Wrong(f"{key} is {reprlib.repr(count)}, and the file has tensors of {len(indices)} blocks")
+    largest = max((max(shape) for shape in made.tensors.values()), default=0)
     for part in SIZES:
         key = f"{name}.{part}"
         given = made.entries.get(key, 1)
-        for one in given if isinstance(given, list) else [given]:
-            if type(one) is not int or not 0 <= one <= largest:
-                raise _Wrong(f"{key} is {reprlib.repr(one)}, and the largest dimension of a tensor is {largest:,}")
-        if isinstance(given, list) and len(given) > max(len(held), 1):
-            raise _Wrong(f"{key} has {len(given):,} values, and the file has tensors of {len(held)} blocks")
+        for value in given if isinstance(given, list) else [given]:
+            if type(value) is not int or not 0 <= value <= largest:
+                raise _Wrong(f"{key} is {reprlib.repr(value)}, and the largest dimension of a tensor is {largest:,}")
+        if isinstance(given, list) and len(given) > max(len(indices), 1):
+            raise _Wrong(f"{key} has {len(given):,} values, and the file has tensors of {len(indices)} blocks")
     key = f"{name}.context_length"
     positions = made.entries.get(key, 1)
     if type(positions) is not int or not 1 <= positions <= POSITIONS:

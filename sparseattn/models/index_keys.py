@@ -62,16 +62,16 @@ class KeepsIndex(SparseLayer):
     def kept(self) -> dict[str, Tensor]:
         """Return what it holds of the tokens taken in, beside the rows of its parts, for a file."""
         buffers = self._buffers().items()
-        held = {name: buffer.data.narrow(buffer.dim, 0, self.columns) for name, buffer in buffers}
-        return held if self.indexer_position_ids is None else {**held, "positions": self.indexer_position_ids}
+        tensors = {name: buffer.data.narrow(buffer.dim, 0, self.columns) for name, buffer in buffers}
+        return tensors if self.indexer_position_ids is None else {**tensors, "positions": self.indexer_position_ids}
 
-    def keep(self, held: Mapping[str, Tensor], columns: int, device: torch.device) -> None:
+    def keep(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device) -> None:
         """Take up what `kept` gave of so many tokens, in an empty layer.
 
         Raises:
             KeyError, ValueError: other tensors than it holds.
         """
-        left = {name: tensor.to(device) for name, tensor in held.items()}
+        left = {name: tensor.to(device) for name, tensor in tensors.items()}
         self._positions = left.pop("positions", None)
         if (keys := left.get("index")) is not None:
             self._index = RowBuffer(keys.ndim - 2, self._capacity)  # [B,N,D] or [B,1,N,D]

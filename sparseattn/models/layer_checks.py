@@ -55,9 +55,9 @@ def check_native(given: Mapping[str, object], function: Callable[..., Any]) -> N
             raise ValueError(f"beside native=True {why}: leave {name} out, got {given[name]!r}")
 
 
-def head_share(model: Any, found: Mapping[int, AttentionLayer], selector: object) -> HeadShare:
+def head_share(model: Any, attention: Mapping[int, AttentionLayer], selector: object) -> HeadShare:
     """Return which heads of every layer this process has; ModelError where that does not go with a native index."""
-    here = HeadShare.of(model, next(iter(found.values())).heads) if found else HeadShare()
+    here = HeadShare.of(model, next(iter(attention.values())).heads) if attention else HeadShare()
     if selector == NATIVE and here.size > 1:
         raise ModelError(
             f"native=True decodes by an index that all heads share, and {here.size} processes share the heads of "
@@ -88,20 +88,20 @@ def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object, tru
         ValueError: it was made for other weights, or `beside` it there are roles or a selector, which choose too.
     """
     weights = fingerprint(model.named_parameters()), name_of(model)
-    found = plan if isinstance(plan, Plan) else Plan.load(plan, trusted, weights)
+    made = plan if isinstance(plan, Plan) else Plan.load(plan, trusted, weights)
     if beside is not None:
         raise ValueError(
-            f"plan {found.name} names the method of every layer: give it, roles or a selector, got {beside!r}"
+            f"plan {made.name} names the method of every layer: give it, roles or a selector, got {beside!r}"
         )
-    found.check_model(*weights)
-    return found
+    made.check_model(*weights)
+    return made
 
 
 def dense_by_roles(
     roles: Roles,
     model: Any,
     layers: Sequence[Any],
-    found: Mapping[int, AttentionLayer],
+    attention: Mapping[int, AttentionLayer],
     dense: Sequence[int],
     here: HeadShare,
 ) -> tuple[int, ...]:
@@ -118,10 +118,10 @@ def dense_by_roles(
             f"roles {roles.name} name layers {ranges(roles.layers)}, and {name_of(model)} has {len(layers)}, 0 to "
             f"{len(layers) - 1}: layer {strange[0]} is none of them"
         )
-    able = _whole_context(layers, found)
+    able = _whole_context(layers, attention)
     for i in able:
-        if i in found:  # what is not found cannot be sparse
-            roles.shares(i, here.every(found[i].heads))
+        if i in attention:  # what is not found cannot be sparse
+            roles.shares(i, here.every(attention[i].heads))
     for i in roles.layers:
         if i not in able and not roles.dense(i):
             raise ValueError(
@@ -136,28 +136,28 @@ def _keeps_index(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer) and any(hasattr(layer, name) for name in INDEX_KEYS)
 
 
-def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:
+def _whole_context(layers: Sequence[Any], attention: Mapping[int, AttentionLayer]) -> list[int]:
     """Return the layers that attend to the whole context, as far as is known."""
     able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer or _keeps_index(layer)]
-    return [i for i in able if i not in found or found[i].window is None]
+    return [i for i in able if i not in attention or attention[i].window is None]
 
 
 def sparse_layers(
-    model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
+    model: Any, layers: Sequence[Any], attention: Mapping[int, AttentionLayer], dense: Sequence[int]
 ) -> list[int]:
     """Return the layers to be sparse: those that attend to the whole context and are not in `dense`.
 
     Raises:
         ModelError: there is no layer to select in, or one that sparse attention cannot compute.
     """
-    able = _whole_context(layers, found)
+    able = _whole_context(layers, attention)
     if not able:
         raise ModelError(f"{name_of(model)} has no layer that attends to the whole context: there is nothing to select")
     sparse = [i for i in able if i not in dense]
     for i in sparse:
-        if i not in found:
+        if i not in attention:
             raise ModelError(f"layer {i} of {name_of(model)} has no attention that can be routed: make it dense")
-        if (beyond := found[i].beyond) is not None:
+        if (beyond := attention[i].beyond) is not None:
             raise ModelError(
                 f"layer {i} of {name_of(model)} {beyond}, which sparse attention does not compute: name such layers in "
                 f"dense_layers, or use another model"

@@ -72,18 +72,19 @@ class _Request:
         whole = int(getattr(self.config, "_mask_length", self.ids.shape[1]))  # the mask's, where it was all ones
         return whole if self.mask is None else self.mask.shape[1]
 
-    def new(self, held: int) -> tuple[Tensor, Tensor]:
-        """Return ids and positions `[B,n]` of the tokens that a cache of `held` tokens lacks.
+    def new(self, stored: int) -> tuple[Tensor, Tensor]:
+        """Return ids and positions `[B,n]` of the tokens that a cache of `stored` tokens lacks.
 
         Raises:
             ValueError: the ids given are not all tokens, nor the new ones.
         """
         batch, columns = len(self.ids), self.columns
-        new = self.ids[:, held:] if columns == self.ids.shape[1] else self.ids
-        if held + new.shape[1] != columns or not new.shape[1]:
+        new = self.ids[:, stored:] if columns == self.ids.shape[1] else self.ids
+        if stored + new.shape[1] != columns or not new.shape[1]:
             raise ValueError(
-                f"the cache holds {held} tokens and the attention mask is of {columns}, so that {columns - held} are "
-                f"new: give generate the ids of all {columns} tokens, or of the new ones alone, got {self.ids.shape[1]}"
+                f"the cache holds {stored} tokens and the attention mask is of {columns}, so that {columns - stored} "
+                f"are new: give generate the ids of all {columns} tokens, or of the new ones alone, got "
+                f"{self.ids.shape[1]}"
             )
         positions = self.positions
         if positions is None:

@@ -172,8 +172,8 @@ class MaskChoice(NativeChoice):
         if seen.shape[0] == seen.shape[1] == 1:
             return seen[0, 0].nonzero().view(1, 1, -1)
         most = int(seen.sum(-1).max())
-        found, rows = seen.to(torch.uint8).topk(most, dim=-1)
-        return torch.where(found > 0, rows, -1)
+        chosen, rows = seen.to(torch.uint8).topk(most, dim=-1)
+        return torch.where(chosen > 0, rows, -1)
 
 
 def passed(options: Mapping[str, Any]) -> str | None:

@@ -55,13 +55,13 @@ class Kept:
         """Return what the index keeps outside the layers of the cache, where nobody can take it back, in words."""
         if hasattr(self.cache, "position_ids"):
             return "keeps the positions of all tokens beside the layers of the cache, as releases before 5.21 do"
-        held = self._held()
-        return None if any(hasattr(held, name) for name in INDEX_KEYS) else "keeps the keys of its index to itself"
+        cached = self._held()
+        return None if any(hasattr(cached, name) for name in INDEX_KEYS) else "keeps the keys of its index to itself"
 
     def expanded(self) -> bool:
         """Whether the cache holds the keys of every head, as they were attended to."""
-        held = getattr(self._held(), "keys", None)
-        return isinstance(held, Tensor) and held.shape == self.keys.shape
+        cached_keys = getattr(self._held(), "keys", None)
+        return isinstance(cached_keys, Tensor) and cached_keys.shape == self.keys.shape
 
     def _held(self) -> Any:
         layers = self.cache.layers
@@ -146,7 +146,7 @@ def native_lists(calls: Mapping[int, tuple[nn.Module, Mapping[str, Any]]], token
     Raises:
         ModelError: an index that does not say how many rows it chooses.
     """
-    found: dict[int, tuple[int, int]] = {}
+    lists_of: dict[int, tuple[int, int]] = {}
     latest = None
     for layer in sorted(calls):
         module, options = calls[layer]
@@ -160,8 +160,8 @@ def native_lists(calls: Mapping[int, tuple[nn.Module, Mapping[str, Any]]], token
                 f"chooses: none of {', '.join(map(' and '.join, ROWS))} is in it"
             )
         lists = options["block_indices"].shape[1] if passed(options) == "block_indices" else 1
-        found[layer] = lists, min(latest, tokens)
-    return found
+        lists_of[layer] = lists, min(latest, tokens)
+    return lists_of
 
 
 ROWS = (("index_topk",), ("topk_blocks", "block_size"), ("token_budget", "compress_ratio"))

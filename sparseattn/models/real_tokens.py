@@ -35,8 +35,8 @@ class RealTokens:
         """Go back to before the pass in progress."""
         self.real = self._before
 
-    def take_in(self, mask: Any, position_ids: Tensor | None, held: int, batch: int, new: int) -> Tensor | None:
-        """Take `new` tokens of `batch` sequences in, behind `held` ones.
+    def take_in(self, mask: Any, position_ids: Tensor | None, stored: int, batch: int, new: int) -> Tensor | None:
+        """Take `new` tokens of `batch` sequences in, behind `stored` ones.
 
         Args:
             mask: the model's attention_mask, `[B,T]` over all tokens; None: no padding.
@@ -53,17 +53,17 @@ class RealTokens:
             raise ModelError(f"position_ids are [B,n], one position for a token, got {list(position_ids.shape)}")
         real = torch.ones(batch, new, dtype=torch.bool)
         if mask is not None:
-            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new:
+            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < stored + new:
                 shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
                 raise ModelError(
-                    f"sparse attention takes an attention_mask [B,T] over all {held + new} tokens, got {shape}"
+                    f"sparse attention takes an attention_mask [B,T] over all {stored + new} tokens, got {shape}"
                 )
-            real = mask[:, held : held + new].to("cpu", torch.bool)
-        counted = torch.arange(held, held + new)[None]
+            real = mask[:, stored : stored + new].to("cpu", torch.bool)
+        counted = torch.arange(stored, stored + new)[None]
         at = (counted if position_ids is None else position_ids.to("cpu", torch.int64)).expand(batch, -1)
         if self.real is None and bool(real.all()):
             return None if torch.equal(at, counted.expand_as(at)) else at
-        before = torch.ones(batch, held, dtype=torch.bool) if self.real is None else self.real[:, :held]
+        before = torch.ones(batch, stored, dtype=torch.bool) if self.real is None else self.real[:, :stored]
         self.real = torch.cat([before, real], 1)
         return at.masked_fill(~real, -1)
 

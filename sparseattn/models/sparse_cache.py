@@ -172,20 +172,20 @@ class SparseCache(EditedCache):
 
     def _made_layers(self, dense_layers: int | Sequence[int], impl: str | None) -> list[Any]:
         """Return the model's layers, those that are to be sparse in place of transformers' own."""
-        layers, found = DynamicCache(config=self.model.config).layers, self.prepared.layers
-        self.here = here = checks.head_share(self.model, found, self.selector)
+        layers, prepared = DynamicCache(config=self.model.config).layers, self.prepared.layers
+        self.here = here = checks.head_share(self.model, prepared, self.selector)
         self.dense_layers = checks.dense_layers(dense_layers, len(layers))
         if self.roles is not None:
-            self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, found, self.dense_layers, here)
-        self._passes = Passes([index for index, what in found.items() if what.beyond is None])
+            self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, prepared, self.dense_layers, here)
+        self._passes = Passes([index for index, what in prepared.items() if what.beyond is None])
         if self.selector == NATIVE:
-            made = native_layers(self.model, found, self.dense_layers, self._settings["capacity"], impl)
+            made = native_layers(self.model, prepared, self.dense_layers, self._settings["capacity"], impl)
             return [made.get(index, layer) for index, layer in enumerate(layers)]
-        sparse = checks.sparse_layers(self.model, layers, found, self.dense_layers)
+        sparse = checks.sparse_layers(self.model, layers, prepared, self.dense_layers)
         for name, given in (("selector", self.selector), ("budget", self.budget)):
             checks.check_mapping(name, given, sparse)
         methods = self.selector if self.roles is None else self.roles
-        maker = LayerMaker(found, len(layers), methods, self._settings, self._seal, self.board, impl, here)
+        maker = LayerMaker(prepared, len(layers), methods, self._settings, self._seal, self.board, impl, here)
         for index in sparse:
             layers[index] = maker.layer(index, checks.of_layer(self.budget, index))
         return layers
@@ -340,17 +340,17 @@ class SparseCache(EditedCache):
         if inputs.get("output_attentions", getattr(self.model.config, "output_attentions", False)):
             raise ModelError("sparse attention has no weights to put out: output_attentions is for the model restored")
         batch, new = ids.shape[:2]
-        held = self._tokens()
-        if not held:
+        tokens = self._tokens()
+        if not tokens:
             self._dtype = self.model.dtype
         elif self._dtype != self.model.dtype:
             raise ValueError(another_dtype(self._dtype, self.model.dtype))
-        positions = self._real.take_in(inputs.get("attention_mask"), inputs.get("position_ids"), held, batch, new)
+        positions = self._real.take_in(inputs.get("attention_mask"), inputs.get("position_ids"), tokens, batch, new)
         self.board.clear()
         if (drafts := min(logits, new) - 1) > 0:  # which may be rejected
             for layer in self.sparse_layers.values():
                 layer.keep_unsealed(drafts)
-        return Run(self, self.prepared.original, sparse_tokens(self.sparse_from, held, new, logits), positions)
+        return Run(self, self.prepared.original, sparse_tokens(self.sparse_from, tokens, new, logits), positions)
 
     def end(self) -> None:
         """Note that the forward pass has come to its end.

@@ -134,17 +134,17 @@ class SparseHeads:
         assert chosen is not None
         stored, _ = rows.counts
         always_read = rows.stored.near_counts  # sink and rows not sealed, which every query reads
-        held, near = sum(stored), sum(always_read)
-        mean_stored, always = held / len(stored), near / len(stored)
+        rows_stored, rows_always = sum(stored), sum(always_read)
+        mean_stored, always = rows_stored / len(stored), rows_always / len(stored)
         steps = len(stored)
         if real is not None:
             counted = real.tolist()
             steps = sum(counted)
-            held = sum(count for count, is_real in zip(stored, counted, strict=True) if is_real)
-            near = sum(count for count, is_real in zip(always_read, counted, strict=True) if is_real)
+            rows_stored = sum(count for count, is_real in zip(stored, counted, strict=True) if is_real)
+            rows_always = sum(count for count, is_real in zip(always_read, counted, strict=True) if is_real)
         self.steps += steps
-        self._held += held
-        self._rows = self._rows + near
+        self._held += rows_stored
+        self._rows = self._rows + rows_always
         for selection in (chosen,) if tail is None else (chosen, tail.selection):
             length = selection.length  # [B,Hs,S] rows
             if real is None:
@@ -162,7 +162,7 @@ class SparseHeads:
         self._read = self._read + (always + read_bytes.mean(0) / row) / mean_stored
         if real is not None:
             read_bytes = read_bytes * real.to(read_bytes.device)[:, None]
-        self._bytes = self._bytes + read_bytes.sum() + rows.keys.shape[1] * row * near
+        self._bytes = self._bytes + read_bytes.sum() + rows.keys.shape[1] * row * rows_always
 
     def _wait(self, length: Tensor) -> None:
         """Count the rows `[B,Hs,S]` of a selection later: many at once cost a step less."""

@@ -85,5 +85,5 @@ class Stats:
 
 
 def _over_heads(parts: Sequence[LayerStats]) -> LayerStats:
-    rows, share = (sum(getattr(one, name) for one in parts) / len(parts) for name in ("rows", "bytes_share"))
+    rows, share = (sum(getattr(part, name) for part in parts) / len(parts) for name in ("rows", "bytes_share"))
     return replace(parts[0], rows=rows, bytes_share=share)

@@ -71,13 +71,13 @@ class HeadShare:
         """Return, of the shares of a whole layer, what they have of the `heads` that are here, numbered from 0."""
         if self.size == 1:
             return list(shares)
-        first, found = self.rank * heads, []
+        first, every = self.rank * heads, []
         for share in shares:
             if share.heads is None:
-                found.append(share)
+                every.append(share)
             elif which := tuple(head - first for head in share.heads.which if first <= head < first + heads):
-                found.append(replace(share, heads=None if len(which) == heads else Heads(which, heads)))
-        return found
+                every.append(replace(share, heads=None if len(which) == heads else Heads(which, heads)))
+        return every
 
     def check(self, selector: Selector, heads: int) -> None:
         """Refuse, by ValueError, a method that would choose by the heads that are here where it compares all."""

@@ -28,21 +28,21 @@ def candidates(
     budgets = [b for b in budgets if not isinstance(b, int) or b < context / 2]
     if not budgets:
         raise ValueError(f"no budget is below half of a window's {context} rows: give smaller ones, or longer windows")
-    found = [[Role(WINDOW)]]
+    roles = [[Role(WINDOW)]]
     if windows and (recent := _fitting(WINDOW, budgets)):
-        found.append(recent)
+        roles.append(recent)
     for method in dict.fromkeys(methods):
         if method in (DENSE, WINDOW):
             continue
         plain = Role(method)
         _check_alone(plain)
         if not plain.selector.uses_budget:
-            found.append([plain])
+            roles.append([plain])
         elif fitting := _fitting(method, budgets):
-            found.append(fitting)
+            roles.append(fitting)
         else:
             Role(method, budgets[-1])  # says why
-    return found
+    return roles
 
 
 def _check_alone(role: Role) -> None:
@@ -57,8 +57,8 @@ def _check_alone(role: Role) -> None:
 
 
 def _fitting(method: str, budgets: Sequence[Budget]) -> list[Role]:
-    found = []
+    roles = []
     for budget in budgets:
         with contextlib.suppress(ValueError):
-            found.append(Role(method, budget))
-    return found
+            roles.append(Role(method, budget))
+    return roles

@@ -45,11 +45,11 @@ def choose(units: Sequence[Sequence[Option]], bound: float) -> list[int] | None:
         for options, which in zip(units, kept, strict=True)
     ]
     for options, which, steps in zip(units, kept, sizes, strict=True):
-        found = torch.full((len(which), STEPS + 1), torch.inf, dtype=torch.float64)
+        least = torch.full((len(which), STEPS + 1), torch.inf, dtype=torch.float64)
         for row, (i, size) in enumerate(zip(which, steps, strict=True)):
             if size <= STEPS:
-                found[row, size:] = best[: STEPS + 1 - size] + options[i].cost
-        best, choice = found.min(0)
+                least[row, size:] = best[: STEPS + 1 - size] + options[i].cost
+        best, choice = least.min(0)
         taken.append(choice)
     if not torch.isfinite(best[STEPS]):
         return None
@@ -63,10 +63,10 @@ def choose(units: Sequence[Sequence[Option]], bound: float) -> list[int] | None:
 
 def efficient(options: Sequence[Option]) -> list[int]:
     """Which of the options are at no other one's cost beaten in loss, by rising cost."""
-    found: list[int] = []
+    kept: list[int] = []
     least = float("inf")
     for i in sorted(range(len(options)), key=lambda i: (options[i].cost, options[i].loss)):
         if options[i].loss < least:
-            found.append(i)
+            kept.append(i)
             least = options[i].loss
-    return found
+    return kept

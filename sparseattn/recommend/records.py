@@ -33,7 +33,7 @@ def _paid(cost: Mapping[str, Any], name: str) -> None:
 
 def _of_one_length(point: Mapping[str, Any], name: str) -> None:
     """Check that a point's lists have a number a KV head."""
-    lengths = {len(one) for key, one in point.items() if key in _EACH}
+    lengths = {len(values) for key, values in point.items() if key in _EACH}
     if len(lengths) > 1:
         raise FieldError(f"{name} has as many numbers in {' as in '.join(_EACH)}, got {sorted(lengths)}")
 
@@ -63,10 +63,10 @@ _LINES: dict[str, Kind] = {
 }
 
 
-def check_line(one: Mapping[str, Any]) -> None:
+def check_line(record: Mapping[str, Any]) -> None:
     """FieldError for a line that is none of `recommend`'s, or lacks what is read of it."""
-    Text(among=tuple(_LINES)).check(one.get(KEY), KEY)
-    _LINES[one[KEY]].check(one, "")
+    Text(among=tuple(_LINES)).check(record.get(KEY), KEY)
+    _LINES[record[KEY]].check(record, "")
 
 
 class TrialRecords:
@@ -113,28 +113,28 @@ class TrialRecords:
 
     def _take(self, line: bytes, number: int, path: Path) -> None:
         try:
-            one = json_object(line)
-            check_line(one)
-            if (one[KEY] == "settings") != (number == 1):
+            record = json_object(line)
+            check_line(record)
+            if (record[KEY] == "settings") != (number == 1):
                 raise ValueError("settings are the first line, and no other")
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number} is no record of this command: {error}; remove that file, or name another folder"
             ) from None
         if number > 1:
-            if path == self.path or one not in self.found:
-                self.found.append(one)
+            if path == self.path or record not in self.found:
+                self.found.append(record)
             return
-        for name in {**self.settings, **one}:
-            if name != KEY and one.get(name) != self.settings.get(name):
+        for name in {**self.settings, **record}:
+            if name != KEY and record.get(name) != self.settings.get(name):
                 raise ValueError(
-                    f"{path}, line 1 is of another {name} ({reprlib.repr(one.get(name))}, now "
+                    f"{path}, line 1 is of another {name} ({reprlib.repr(record.get(name))}, now "
                     f"{reprlib.repr(self.settings.get(name))}): name another folder, or remove that file"
                 )
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of a kind."""
-        return [one for one in self.found if one[KEY] == kind]
+        return [record for record in self.found if record[KEY] == kind]
 
     def add(self, kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Append a line and return it as it reads back; it is on the disk then."""

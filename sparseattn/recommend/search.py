@@ -81,12 +81,12 @@ def propose(
         by_head: whether the KV heads of a layer may differ too, where that costs less.
         objective: says what costs.
     """
-    found = [
+    proposals = [
         _proposed(layers, choices, limit, heads, objective)
         for choices in families
         for heads in ((False, True) if by_head else (False,))
     ]
-    return min(found, key=lambda one: one.cost)
+    return min(proposals, key=lambda proposal: proposal.cost)
 
 
 def _proposed(
@@ -100,9 +100,11 @@ def _proposed(
     for layer in layers:
         every = choices[layer.index]
         if by_head:
-            units += [[Option(one.cost_heads[h], one.kl_heads[h]) for one in every] for h in range(layer.heads)]
+            units += [
+                [Option(choice.cost_heads[h], choice.kl_heads[h]) for choice in every] for h in range(layer.heads)
+            ]
         else:
-            units.append([Option(sum(one.cost_heads), one.kl) for one in every])
+            units.append([Option(sum(choice.cost_heads), choice.kl) for choice in every])
     taken = choose(units, limit)
     assert taken is not None  # full attention loses nothing
     left = iter(taken)
@@ -112,7 +114,7 @@ def _proposed(
         every = choices[layer.index]
         roles = [every[next(left)].role for _ in range(layer.heads if by_head else 1)]
         given[layer.index] = roles[0] if len(set(roles)) == 1 else roles
-        cost += objective.layer(layer, given[layer.index], {one.role: one.cost_heads for one in every})
+        cost += objective.layer(layer, given[layer.index], {choice.role: choice.cost_heads for choice in every})
     return Proposal(given, sum(units[i][j].loss for i, j in enumerate(taken)), cost)
 
 
@@ -142,19 +144,19 @@ def search(
     best: tuple[Proposal, float] | None = None
     known = dict.fromkeys(failed, math.inf)
     for _ in range(LOOKS):
-        one = proposed(limit)
-        name = one.roles.source()
+        proposal = proposed(limit)
+        name = proposal.roles.source()
         again, loss = name in known, known.get(name, 0.0)
         if not again:
             if len(known) == TRIES + len(failed):
                 break
-            loss = known[name] = measured(one)
+            loss = known[name] = measured(proposal)
         if loss > bound:
-            high = min(high, limit, max(one.kl, low))  # limits in between propose the same
+            high = min(high, limit, max(proposal.kl, low))  # limits in between propose the same
         else:
             low = max(low, limit)
-            if best is None or one.cost < best[0].cost:
-                best = one, loss
+            if best is None or proposal.cost < best[0].cost:
+                best = proposal, loss
             if loss >= NEAR * bound:
                 break
         if high <= low / CLOSE:

@@ -52,13 +52,13 @@ def settle(
         best = search(proposed, searched, target, power, most, failed)
         if best is None or best[0].cost >= full:
             break
-        one, found = best
-        held = verified(one, n)
-        rounds.append({"target": target, "searched": found, "verified": held, "cost": one.cost})
-        if held <= bound:
-            return Settled(one, rounds)
-        failed.append(one.roles.source())
+        proposal, expected = best
+        loss = verified(proposal, n)
+        rounds.append({"target": target, "searched": expected, "verified": loss, "cost": proposal.cost})
+        if loss <= bound:
+            return Settled(proposal, rounds)
+        failed.append(proposal.roles.source())
         # By what the windows to choose by say of this one, which may be far below the target; below 0 they say nothing.
-        target = TIGHTER * (min(target, found) if found > 0 else target) * bound / held
-        most = one.kl * (bound / held) ** power
+        target = TIGHTER * (min(target, expected) if expected > 0 else target) * bound / loss
+        most = proposal.kl * (bound / loss) ** power
     return Settled(None, rounds)

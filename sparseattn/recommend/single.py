@@ -14,12 +14,12 @@ def between(points: Iterable[tuple[float, float]], at: float) -> float | None:
     """Return the least cost at a loss: by the line through the (loss, cost) on both sides of it, in logarithms, or of a
     point that loses less and costs less still; None where every point loses more."""
     known = sorted(points)
-    found = [cost for loss, cost in known if loss <= at]
+    costs = [cost for loss, cost in known if loss <= at]
     for (low, more), (high, fewer) in itertools.pairwise(known):
         if 0 < low <= at <= high:
             part = math.log(at / low) / math.log(high / low) if high > low else 0.0
-            found.append(math.exp(math.log(more) + part * math.log(fewer / more)))
-    return min(found, default=None)
+            costs.append(math.exp(math.log(more) + part * math.log(fewer / more)))
+    return min(costs, default=None)
 
 
 def singles(
@@ -29,11 +29,11 @@ def singles(
     cost; None where all its budgets lose more."""
     first = choices[layers[0].index]
     points: dict[str, list[tuple[float, float]]] = {}
-    for role in (one.role for one in first):
-        each = [next((one for one in choices[layer.index] if one.role == role), None) for layer in layers]
-        every = [one for one in each if one is not None]
+    for role in (choice.role for choice in first):
+        each = [next((choice for choice in choices[layer.index] if choice.role == role), None) for layer in layers]
+        every = [choice for choice in each if choice is not None]
         if role.budget is not None and len(every) == len(layers):
-            cost = sum(sum(one.cost_heads) for one in every)
-            points.setdefault(role.method, []).append((sum(one.kl for one in every), cost))
-    found = {method: between(mine, kl) for method, mine in points.items()}
-    return dict(sorted(found.items(), key=lambda one: math.inf if one[1] is None else one[1]))
+            cost = sum(sum(choice.cost_heads) for choice in every)
+            points.setdefault(role.method, []).append((sum(choice.kl for choice in every), cost))
+    by_method = {method: between(mine, kl) for method, mine in points.items()}
+    return dict(sorted(by_method.items(), key=lambda pair: math.inf if pair[1] is None else pair[1]))

@@ -78,9 +78,9 @@ class Trials:
             done: called with the layers done, one method each.
         """
         known = {
-            (one["layer"], one["method"], one["source"], _budgets(one["points"]))
-            for one in self.records.of(FRONTIER)
-            if one["number"] == window.number
+            (frontier["layer"], frontier["method"], frontier["source"], _budgets(frontier["points"]))
+            for frontier in self.records.of(FRONTIER)
+            if frontier["number"] == window.number
         }
         names = {id(group): (*_measured_as(group), _budgets(map(_budget, group))) for group in groups}
         missing = [group for group in groups if any((i, *names[id(group)]) not in known for i in self.decoder.sparse)]
@@ -105,10 +105,13 @@ class Trials:
 
     def frontiers(self, groups: Sequence[Sequence[Role]]) -> list[dict[str, Any]]:
         """Return what was recorded of these methods, as they are now; of no other, whatever a record calls itself."""
-        asked = {_measured_as(group): place for place, group in enumerate(groups)}
-        found = [one for one in self.records.of(FRONTIER) if (one["method"], one["source"]) in asked]
+        places = {_measured_as(group): place for place, group in enumerate(groups)}
+        frontiers = [record for record in self.records.of(FRONTIER) if (record["method"], record["source"]) in places]
         # As one process measures them: several append in any order, and sums depend on theirs.
-        return sorted(found, key=lambda one: (one["number"], asked[one["method"], one["source"]], one["layer"]))
+        return sorted(
+            frontiers,
+            key=lambda record: (record["number"], places[record["method"], record["source"]], record["layer"]),
+        )
 
     def _layer(self, prefill: Any, window: TextWindow, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
         for role in group:
@@ -136,14 +139,14 @@ class Trials:
     def agreement(self, window: TextWindow, roles: Roles) -> dict[str, Any]:
         """How far the predictions of a window by a configuration are from full attention's (`tasks.agreement`)."""
         source = roles.source()
-        for one in self.records.of(TRIAL):
-            if (one["number"], one["source"]) == (window.number, source):
-                return one
+        for record in self.records.of(TRIAL):
+            if (record["number"], record["source"]) == (window.number, source):
+                return record
         if self.settings.width is not None:
             roles.count_in(self.settings.width)
-        (found,) = measure(window.prompt, [Method(roles)], (), _Reading(self), self.tokens)
+        (evaluation,) = measure(window.prompt, [Method(roles)], (), _Reading(self), self.tokens)
         place = {"number": window.number, "source": source}
-        return self._add(TRIAL, {**place, **{name: found[name] for name in KEPT}})
+        return self._add(TRIAL, {**place, **{name: evaluation[name] for name in KEPT}})
 
     # -- several processes -------------------------------------------------------------------------------------------
 
@@ -216,5 +219,5 @@ def averaged(lines: Iterable[Mapping[str, Any]]) -> dict[int, dict[Role, dict[st
 def _mean(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     n = len(points)
     heads = ("kl_heads", "error_heads", "bytes_heads")
-    means = {name: [sum(each) / n for each in zip(*(one[name] for one in points), strict=True)] for name in heads}
-    return {"kl": sum(one["kl"] for one in points) / n, **means}
+    means = {name: [sum(each) / n for each in zip(*(point[name] for point in points), strict=True)] for name in heads}
+    return {"kl": sum(point["kl"] for point in points) / n, **means}

@@ -53,15 +53,15 @@ def windows(
             f"{search} windows to choose by and {held_out} to verify on, of {length} tokens each, need {wanted * body} "
             f"tokens, and the texts hold {sum(room)} such windows: give more text, shorter or fewer windows"
         )
-    found: list[TextWindow] = []
+    chosen: list[TextWindow] = []
     for (name, kind, ids), count in zip(texts, shared(room, wanted), strict=True):
         for i in range(count):
             at = round(i * (len(ids) - body) / max(count - 1, 1))
             facts = {"task": AGREEMENT, "text": name, "kind": kind, "length": length, "start": at}
-            n = len(found)
+            n = len(chosen)
             searched = (n + 1) * search // wanted > n * search // wanted
-            found.append(TextWindow(n, not searched, Prompt.passage(facts, [*start, *ids[at : at + body]], last)))
-    return found
+            chosen.append(TextWindow(n, not searched, Prompt.passage(facts, [*start, *ids[at : at + body]], last)))
+    return chosen
 
 
 def shared(room: Sequence[int], wanted: int) -> list[int]:

@@ -28,7 +28,7 @@ def by_task(record: Mapping[str, Any]) -> Table:
     )
     for task, ran in record["tasks"].items():
         layers = max(sum(1 for counts in ran["by_layer"].values() if counts["sparse_steps"]), 1)
-        steps, held = ran["sparse_steps"], max(ran["rows_held"], 1)
+        steps, stored = ran["sparse_steps"], max(ran["rows_held"], 1)
         read = None if ran["bytes_read"] is None else ran["bytes_read"] / max(ran["bytes_held"], 1)
         out.add(
             task,
@@ -37,7 +37,7 @@ def by_task(record: Mapping[str, Any]) -> Table:
             ran["dense_steps"] // max(len(ran["by_layer"]), 1),
             ran["rows_read"] / max(steps, 1),
             ran["rows_held"] / max(steps, 1),
-            ran["rows_read"] / held,
+            ran["rows_read"] / stored,
             read,
         )
     return out

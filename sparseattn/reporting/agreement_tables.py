@@ -122,15 +122,15 @@ def _finding(records: Sequence[Record], texts: int) -> str:
     }
     rows = {row: mean_of(of_row, "rows") for row, of_row in grid.items()}
     shares = {row: bytes_share(of_row) for row, of_row in grid.items()}
-    near = [row for row in grid if worst[row] <= NEAR]
-    least = min(near or grid, key=(rows if near else worst).__getitem__)
+    within = [row for row in grid if worst[row] <= NEAR]
+    least = min(within or grid, key=(rows if within else worst).__getitem__)
     every = " on every text" if texts > 1 else ""
-    if near:
+    if within:
         finding = f"fewest tokens read within {NEAR} nats per token of full attention{every}: "
     else:
         finding = f"no method stays within {NEAR} nats per token of full attention{every}. Closest: "
     finding += _facts(least, grid, worst, rows, texts)
-    known = [row for row in near if not math.isnan(shares[row])]
+    known = [row for row in within if not math.isnan(shares[row])]
     if known:
         cheapest = min(known, key=shares.__getitem__)
         which = "the same" if cheapest == least else in_words(cheapest)

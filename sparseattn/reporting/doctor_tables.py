@@ -30,8 +30,17 @@ def layers_table(title: str, lines: Sequence[LayerDiagnosis]) -> Table:
     )
     for _, run in itertools.groupby(lines, lambda line: replace(line, layer=0)):
         alike = list(run)
-        one = alike[0]
-        share = one.rows_read / one.rows_held
+        first = alike[0]
+        share = first.rows_read / first.rows_held
         numbers = ranges([line.layer for line in alike])
-        out.add(numbers, one.method, one.budget, one.sparse_from, one.rows_read, one.rows_held, share, one.why_dense)
+        out.add(
+            numbers,
+            first.method,
+            first.budget,
+            first.sparse_from,
+            first.rows_read,
+            first.rows_held,
+            share,
+            first.why_dense,
+        )
     return out

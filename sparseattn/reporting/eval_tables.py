@@ -131,12 +131,12 @@ def _verdict(protocol: str, records: Sequence[Record]) -> str:
     rows = {
         row: mean(record["rows"] for of_task in tasks.values() for record in of_task) for row, tasks in grid.items()
     }
-    near = [row for row in lost if lost[row] <= NEAR]
-    best = min(near, key=rows.__getitem__) if near else min(lost, key=lost.__getitem__)
+    within = [row for row in lost if lost[row] <= NEAR]
+    best = min(within, key=rows.__getitem__) if within else min(lost, key=lost.__getitem__)
     loss = f"{100 * max(lost[best], 0.0):.1f} points"
     facts = f"{in_words(best)}: {rows[best]:,.0f} tokens, {loss} lost on the worst task."
     bound = f"{100 * NEAR:.0f} points"
-    if near:
+    if within:
         lead = f"Fewest tokens read within {bound} of that on every task:"
     else:
         lead = f"No method stays within {bound} of that on every task. Closest:"

@@ -83,7 +83,7 @@ def runs(records: Sequence[Record], lines: Mapping[tuple[str, int], Mapping[str,
         records: of prompts of the layout kvpress; others are left out.
         lines: by the file's name and the line's number, what was read there.
     """
-    found = []
+    made = []
     mine = [record for record in records if record.get("layout") == "kvpress"]
     for data_set, of_set in by(mine, "data_set").items():
         groups = by(of_set, "task") if data_set in ONE_TASK else {None: of_set}
@@ -91,20 +91,20 @@ def runs(records: Sequence[Record], lines: Mapping[tuple[str, int], Mapping[str,
             part = task.partition("/")[2] if task else _length(of_task)
             for protocol, of_protocol in by(of_task, "protocol").items():
                 for row in rows_of(of_protocol):
-                    held = select(of_protocol, row)
-                    read = [lines[record["file"], record["line"]] for record in held]
-                    found.append(KvpressRun(data_set, part, protocol, row, held, read))
-    return found
+                    chosen = select(of_protocol, row)
+                    read = [lines[record["file"], record["line"]] for record in chosen]
+                    made.append(KvpressRun(data_set, part, protocol, row, chosen, read))
+    return made
 
 
-def write(folder: Path, found: Sequence[KvpressRun]) -> list[Path]:
+def write(folder: Path, runs: Sequence[KvpressRun]) -> list[Path]:
     """Write runs into folders of their own and return these. A run of the same name takes the place of an older one.
 
     Raises:
         OSError: a folder cannot be written.
     """
     made = []
-    for run in found:
+    for run in runs:
         place = folder / run.folder
         place.mkdir(parents=True, exist_ok=True)
         write_atomic(place / "predictions.csv", predictions(run).encode())
@@ -135,7 +135,9 @@ def metrics(run: KvpressRun) -> Any:
         return _percent(run.records)
     if run.data_set == "longbench-e":
         return {
-            name: _percent([one for one, line in zip(run.records, run.lines, strict=True) if _within(line, *ends)])
+            name: _percent(
+                [record for record, line in zip(run.records, run.lines, strict=True) if _within(line, *ends)]
+            )
             for name, ends in LENGTHS.items()
         }
     if run.data_set == "infinitebench":

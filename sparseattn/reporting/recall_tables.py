@@ -32,12 +32,12 @@ class Recalled:
 
 def table(title: str, curves: Mapping[str, Curve]) -> Table:
     """Return a table with a row a selector: what recall takes, and what a share of the keys gives."""
-    one = next(iter(curves.values()))
-    k, points = one.settings["k"], [point for curve in curves.values() for point in curve.points]
+    first = next(iter(curves.values()))
+    k, points = first.settings["k"], [point for curve in curves.values() for point in curve.points]
     heads = points[0].heads["recall"].numel()
     among = f", mean over {heads} heads (worst head)" if heads > 1 else ""
     out = Table(
-        f"{title}: recall@{k}, {one.settings['queries']} queries{among}",
+        f"{title}: recall@{k}, {first.settings['queries']} queries{among}",
         [
             Column.text("selector"),
             *(Column(f"scan % for {level:.2f}") for level in LEVELS),

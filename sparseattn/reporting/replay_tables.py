@@ -143,7 +143,7 @@ def finding(results: Sequence[Measured]) -> str | None:
     sparse = [pair for pair in pairs if read[pair] <= MOST_READ and pair[0] not in CONTROLS]
     if not sparse:
         return None
-    beaten = {pair for pair in sparse if any(_beats(other, one) for one in pairs[pair] for other in results)}
+    beaten = {pair for pair in sparse if any(_beats(other, result) for result in pairs[pair] for other in results)}
     most = {pair: max(errors[pair]) for pair in sparse if pair not in beaten and not any(map(math.isnan, errors[pair]))}
     step = next((step for step in STEPS if any(error <= step for error in most.values())), None)
     if step is None:
@@ -195,7 +195,8 @@ def _standing(label: str, pairs: Mapping[tuple[str, str], Sequence[Measured]]) -
     better = [
         pair
         for pair in pairs
-        if pair[0] not in (label, *CONTROLS) and all(any(_beats(x, one) for x in pairs[pair]) for one in pairs[nearest])
+        if pair[0] not in (label, *CONTROLS)
+        and all(any(_beats(x, result) for x in pairs[pair]) for result in pairs[nearest])
     ]
     fact += f" and reads {read(nearest):.0%} of the cache's bytes"
     if not better:
@@ -211,10 +212,10 @@ def _off(errors: Sequence[float]) -> str:
     return f"{low}%" if low == high else f"{low} to {high}%"
 
 
-def _beats(other: Measured, one: Measured) -> bool:
+def _beats(other: Measured, own_result: Measured) -> bool:
     """Whether `other` is at most as far off on the same trace and reads at most as much, and less of one of the two."""
-    theirs, own = ([of.mean(key) for key in ("relative_error", "bytes_share")] for of in (other, one))
-    return other.trace == one.trace and theirs != own and all(a <= b for a, b in zip(theirs, own, strict=True))
+    theirs, own = ([of.mean(key) for key in ("relative_error", "bytes_share")] for of in (other, own_result))
+    return other.trace == own_result.trace and theirs != own and all(a <= b for a, b in zip(theirs, own, strict=True))
 
 
 def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:

@@ -78,7 +78,7 @@ def _scores(records: Sequence[Record]) -> Table:
         depths = {record.get("depth"): None for record in column}
         groups = {ALL: column}
         if len(depths) > 1:
-            groups |= {f"{depth:g}": [one for one in column if one.get("depth") == depth] for depth in depths}
+            groups |= {f"{depth:g}": [record for record in column if record.get("depth") == depth] for depth in depths}
         for depth, group in groups.items():
             values: list[float | str] = [mean_of(select(group, first), "score")]
             for row in others:
@@ -118,10 +118,10 @@ def rows_read(records: Sequence[Record]) -> float | None:
     """Return the share of rows that sparse steps read, by the counters when the last of these was answered; None where
     the server does not count."""
     counted = [record["activity"] for record in records if record.get("activity") is not None]
-    held = max((ran["rows_held"] for ran in counted), default=0)
+    stored = max((ran["rows_held"] for ran in counted), default=0)
     if not counted:
         return None
-    return max(ran["rows_read"] for ran in counted) / held if held else 1.0
+    return max(ran["rows_read"] for ran in counted) / stored if stored else 1.0
 
 
 def first_seconds(record: Record) -> float | None:

@@ -31,7 +31,7 @@ def validation(artefact: Artefact) -> Table:
             *(Column(f"{WAYS[way]}\n{float(share):.3g}", FRACTION, wrap=False) for way, share in columns),
         ],
     )
-    for one in figures:
-        recovered = (mean(one["recovered"][way][share]) for way, share in columns)
-        out.add(one["layer"], one["head"], mean(one["far_mass"]), one["train"]["imbalance"], *recovered)
+    for figure in figures:
+        recovered = (mean(figure["recovered"][way][share]) for way, share in columns)
+        out.add(figure["layer"], figure["head"], mean(figure["far_mass"]), figure["train"]["imbalance"], *recovered)
     return out

@@ -101,7 +101,7 @@ def published_gates(path: str | os.PathLike[str]) -> Tensor:
     layer (`full_attention_heads.tsv` in `attn_patterns` of mit-han-lab/duo-attention); ValueError for another file."""
     lines = [line.split("\t") for line in Path(path).read_text().splitlines() if line.strip()]
     try:
-        return torch.tensor([[float(one) for one in line] for line in lines]).reshape(len(lines), -1).clamp(0, 1)
+        return torch.tensor([[float(word) for word in line] for line in lines]).reshape(len(lines), -1).clamp(0, 1)
     except ValueError as error:
         raise ValueError(f"{path} is no table of gates, a line for each layer: {error}") from error
 
@@ -136,10 +136,10 @@ def echo_and_induction(queries: Tensor, keys: Tensor, period: int, scale: float 
     scores = torch.zeros(2, *queries.shape[:2], device=keys.device)
     place = torch.arange(count, device=keys.device)
     for first in range(period, count, BLOCK):
-        asked = place[first : first + BLOCK]
+        asking = place[first : first + BLOCK]
         logits = queries[:, :, first : first + BLOCK].float() @ keys[:, None].float().mT * scale
-        weights = logits.masked_fill(place > asked[:, None], -math.inf).softmax(-1)  # [H,G,m,N]
-        behind = asked[:, None] - place
+        weights = logits.masked_fill(place > asking[:, None], -math.inf).softmax(-1)  # [H,G,m,N]
+        behind = asking[:, None] - place
         for of, shift in zip(scores, (0, 1), strict=True):
             hit = ((behind + shift) % period == 0) & (behind + shift > 0) & (behind >= 0) & (place >= shift)
             of += (weights * hit).sum((-2, -1))
@@ -176,7 +176,9 @@ def razor(
             raise ValueError(f"a share of the heads is 0 to 1, got {share}")
         best = scores.flatten().cpu().topk(round(share * scores.numel())).indices
         chosen.view(-1)[best] = True
-    made = {layer: [retrieval if one else local for one in heads] for layer, heads in enumerate(chosen.tolist())}
+    made = {
+        layer: [retrieval if retrieves else local for retrieves in heads] for layer, heads in enumerate(chosen.tolist())
+    }
     return Roles(made, name, {"echoes": echoes, "inductions": inductions})
 
 

@@ -112,11 +112,11 @@ class Share:
         """Whether it has a budget that holds whatever is asked for."""
         return self.role is not None and (self.role.method == DENSE or self.role.budget is not None)
 
-    def budget(self, asked: Budget) -> Rows:
-        """Return what it may read where the budget `asked` is for those that have none of their own."""
+    def budget(self, given: Budget) -> Rows:
+        """Return what it may read where the budget `given` is for those that have none of their own."""
         if self.role is not None and self.role.method == DENSE:
             return None
-        return parse_budget(asked if self.role is None or self.role.budget is None else self.role.budget)
+        return parse_budget(given if self.role is None or self.role.budget is None else self.role.budget)
 
     def fresh(self, layer: LayerContext) -> Selector:
         """Return a selector for its heads in a layer of a model, bound to what is known of it.

@@ -118,12 +118,12 @@ class Roles:
         each = ([given] if isinstance(given, Role) else given for given in self.layers.values())
         return list(dict.fromkeys(itertools.chain.from_iterable(each)))
 
-    def check_budget(self, asked: Budget, context: int) -> None:
+    def check_budget(self, given: Budget, context: int) -> None:
         """ValueError where a role without a budget of its own has no use for the one that is asked for."""
         for role in self.distinct():
             share = Share(role.selector, None, role)
             if not share.own:
-                budget_of(role.selector, asked, context)
+                budget_of(role.selector, given, context)
 
     # -- what comparisons ask of a method --------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ def _roles(given: Any, where: str, known: dict[tuple[str, str], Role]) -> Role |
     if isinstance(given, (list, tuple)):
         if not given:
             raise ValueError(f"{where}: a list has a role for each KV head, got none")
-        return tuple(_role(one, f"{where}, KV head {head}", known) for head, one in enumerate(given))
+        return tuple(_role(role, f"{where}, KV head {head}", known) for head, role in enumerate(given))
     return _role(given, where, known)
 
 

@@ -259,7 +259,7 @@ class Selector(Stateful, Named, ABC):
     def find(self, ability: type[Ability]) -> list[Ability]:
         """Return those of this instance and its parts, at any depth, that have an ability."""
         own: list[Any] = [self] if self.has(ability) else []
-        return own + [found for _, part in self.parts() for found in part.find(ability)]
+        return own + [inner for _, part in self.parts() for inner in part.find(ability)]
 
     def tree(self) -> list[Selector]:
         """Return it and what it is made of, down to the last part."""
@@ -319,7 +319,7 @@ class Selector(Stateful, Named, ABC):
         query: Tensor,
         scan: Scan,
         scoring: Sequence[Launch],
-        found: tuple[int, int],
+        measured: tuple[int, int],
         *,
         group: str = "each",
         page: int = 1,
@@ -331,14 +331,14 @@ class Selector(Stateful, Named, ABC):
             query: as of `scan`.
             scan: what it scans and reads.
             scoring: its launches but the sort's and small operators', of all sequences and heads.
-            found: candidates for each list, and how many of them are read.
+            measured: candidates for each list, and how many of them are read.
             group: the group's vote.
             page: rows of a candidate.
             expected: see `Scan`.
         """
         batch, heads, members, _ = query.shape
         lists = heads * members if group == "each" else heads
-        many, few = found
+        many, few = measured
         work = sorted_best(batch * heads * members if group == "softmax" else batch * lists, many, few)
         launches = (*scoring, Launch("sort", entries=work), Launch("operator", count=self.operators))
         rows = few * page

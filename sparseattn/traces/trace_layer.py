@@ -68,9 +68,9 @@ class TraceLayer:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Name in a file -> tensor."""
-        held = {"query": self.query, "keys": self.keys, "values": self.values}
+        parts = {"query": self.query, "keys": self.keys, "values": self.values}
         more = {AHEAD: self.ahead, NATIVE: self.native}
-        return held | {name: tensor for name, tensor in more.items() if tensor is not None}
+        return parts | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     @property
     def shape(self) -> LayerShape:

@@ -49,18 +49,18 @@ class BlockGate(Index):
         rope, places = prompt.rope, prompt.positions
         if rope is None or places is None:
             raise TrainingError("a gate takes keys before RoPE, and the RoPE of this layer is not known")
-        tokens, asked = prompt.keys.shape[1], prompt.query.shape[2]
+        tokens, asking = prompt.keys.shape[1], prompt.query.shape[2]
         blocks = (tokens - SINK) // self.page
         ends = SINK + self.page * torch.arange(1, blocks + 1)
         if not blocks or int(ends[0]) + NEAR >= tokens:
             raise TrainingError(f"a prompt of {tokens} tokens has no block of {self.page} before its last queries")
-        first = max(tokens - asked, int(FIRST * tokens), int(ends[0]) + NEAR)
+        first = max(tokens - asking, int(FIRST * tokens), int(ends[0]) + NEAR)
         at = torch.randint(first, tokens, (min(QUERIES, tokens - first),), generator=draws)
         kept = prompt.keys[:, SINK : int(ends[-1])]
         if id(prompt) not in self._pools:
             self._pools[id(prompt)] = pooled(rope.unrotate(kept, places[SINK : int(ends[-1])]), self.page)
         seen = (ends <= at[:, None] - NEAR).to(kept.device)
-        query = prompt.query[:, :, at - (tokens - asked)].to(kept.device).float()
+        query = prompt.query[:, :, at - (tokens - asking)].to(kept.device).float()
         logits = prompt.scale * query @ kept[:, None].mT
         weights = logits.masked_fill(~seen.repeat_interleave(self.page, 1), -torch.inf).softmax(-1)
         attention = weights.unflatten(3, (-1, self.page)).sum(4).mean(1)
@@ -75,8 +75,8 @@ class BlockGate(Index):
     def loss(self, drawn: DrawnBlocks) -> Tensor:  # type: ignore[override]
         maps = self.parameters
         keys = drawn.rope.rotate(drawn.pools.flatten(-2) @ maps["keys"].flatten(-3, -2), drawn.starts)
-        asked = gate_query(drawn.query.movedim(2, 1), maps["queries"][:, None])
-        scores = self.scores(drawn.rope.rotate(asked, drawn.places), keys)
+        queries = gate_query(drawn.query.movedim(2, 1), maps["queries"][:, None])
+        scores = self.scores(drawn.rope.rotate(queries, drawn.places), keys)
         scores = scores.masked_fill(~drawn.seen, torch.finfo(torch.float32).min)
         return -(drawn.attention * scores.log_softmax(-1)).sum(-1).mean()
 

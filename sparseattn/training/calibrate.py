@@ -55,14 +55,14 @@ def calibrate(
     out, place = output_file(out), usable_device(device)
     prompts = prompts_of(traces, method, layers, roped)
     total = len(prompts.shapes) * len(prompts.train)
-    found: dict[int, dict[str, Tensor]] = {}
+    solved: dict[int, dict[str, Tensor]] = {}
     for index in prompts.shapes:
-        before, there = len(found) * len(prompts.train), known(index)
+        before, there = len(solved) * len(prompts.train), known(index)
         if there is None:
             there = of_layer(prompts, method, index, roped, place, lambda done: progress(before + done, total))  # noqa: B023
-        found[index] = there
+        solved[index] = there
         progress(before + len(prompts.train), total)
-    Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta_of(prompts)).save(out)
+    Calibration(method, solved, roped=roped, ropes=prompts.ropes, meta=meta_of(prompts)).save(out)
     return Calibration.load(out)
 
 
@@ -95,8 +95,8 @@ def of_layer(
             for name, part in statistic.sums(keys[None], queries).items():
                 sums[head][name] = sums[head].get(name, 0) + part
         progress(number)
-    solved = [statistic.solved(one) for one in sums]
-    return {name: torch.cat([one[name] for one in solved]) for name in statistic.names}
+    solved = [statistic.solved(part) for part in sums]
+    return {name: torch.cat([solution[name] for solution in solved]) for name in statistic.names}
 
 
 def output_file(out: str | os.PathLike[str]) -> Path:

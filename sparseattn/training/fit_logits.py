@@ -61,13 +61,13 @@ def fit(
     indices = usable_layers(traces[0], layers)
     for trace in traces:
         check_replay(trace, [None], made, Replay(sink, window, last, usable_layers(trace, indices)))
-    found = {}
+    fits = {}
     for index in indices:
         seen = [_seen(trace, made, index, sink, window, last, progress) for trace in traces]
         shape = traces[0].shapes[index]
-        pairs = [_newton([[part[head] for part in one] for one in seen]) for head in range(shape.heads * shape.group)]
+        pairs = [_newton([[part[head] for part in step] for step in seen]) for head in range(shape.heads * shape.group)]
         scale, offset = torch.tensor(pairs, dtype=torch.float32).T.reshape(2, shape.heads, shape.group)
-        found[index] = (scale.contiguous(), offset.contiguous())
+        fits[index] = (scale.contiguous(), offset.contiguous())
     meta = {
         "model": models.pop(),
         "traces": [{"name": trace.name, "tokens": trace.tokens} for trace in traces],
@@ -75,7 +75,7 @@ def fit(
         "window": window,
         "last": last,
     }
-    return Estimates(repr(made), found, meta)
+    return Estimates(repr(made), fits, meta)
 
 
 def _seen(
@@ -102,14 +102,14 @@ def _seen(
         rows = chosen.rows.view(1, *chosen.start.shape[1:], chosen.span)  # [1,Hs,S,span]
         rows = rows.repeat_interleave(heads * group // rows.shape[1], 1)[0]
         true = far.gather(1, rows.clamp(min=0).flatten(1)).view(rows.shape).masked_fill(rows < 0, -torch.inf)
-        near = cache.search.unsealed_lse(query).flatten()[:, None]
+        unsealed = cache.search.unsealed_lse(query).flatten()[:, None]
         size = chosen.length.repeat_interleave(heads * group // chosen.length.shape[1], 1)[0].float().log()
-        weights = torch.cat([true.logsumexp(-1), near], 1).softmax(-1)
-        steps.append((torch.cat([weighed.weights[0] - size, near], 1), torch.cat([size, near * 0], 1), weights))
+        weights = torch.cat([true.logsumexp(-1), unsealed], 1).softmax(-1)
+        steps.append((torch.cat([weighed.weights[0] - size, unsealed], 1), torch.cat([size, unsealed * 0], 1), weights))
         progress(1)
-    most = max(one[0].shape[1] for one in steps)
+    most = max(step[0].shape[1] for step in steps)
     filler = (0.0, -torch.inf, 0.0)  # of the slots that shorter contexts lack: they weigh nothing
-    return [torch.stack([_padded(one[i], most, filler[i]) for one in steps], 1).double() for i in range(3)]
+    return [torch.stack([_padded(step[i], most, filler[i]) for step in steps], 1).double() for i in range(3)]
 
 
 def _padded(part: Tensor, classes: int, value: float) -> Tensor:
@@ -121,7 +121,7 @@ def _padded(part: Tensor, classes: int, value: float) -> Tensor:
 
 def _newton(traces: Sequence[Sequence[Tensor]]) -> tuple[float, float]:
     """Scale and offset of one head, from estimates, sizes and weights `[T,S+1]` of each trace."""
-    parameters = min((_began(traces, scale) for scale in BEGIN), key=lambda one: _loss(traces, one))
+    parameters = min((_began(traces, scale) for scale in BEGIN), key=lambda start: _loss(traces, start))
     value = _loss(traces, parameters)
     for _ in range(STEPS):
         gradient, curve = _slope(traces, parameters)
@@ -145,9 +145,9 @@ def _began(traces: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
     """Return this scale, with the offset by which the slots weigh what they truly do, in the mean of logarithms."""
     lacking = []
     for estimates, sizes, weights in traces:
-        near = weights[:, -1].clamp(TINY, 1 - TINY)
+        unsealed = weights[:, -1].clamp(TINY, 1 - TINY)
         spoken = _logits(estimates, sizes, torch.tensor([scale, 0.0], dtype=torch.float64))
-        lacking.append((1 - near).log() - near.log() + spoken[:, -1] - spoken[:, :-1].logsumexp(-1))
+        lacking.append((1 - unsealed).log() - unsealed.log() + spoken[:, -1] - spoken[:, :-1].logsumexp(-1))
     return torch.tensor([scale, float(torch.cat(lacking).mean())], dtype=torch.float64)
 
 
@@ -172,9 +172,9 @@ def _slope(traces: Sequence[Sequence[Tensor]], parameters: Tensor) -> tuple[Tens
         share = _logits(estimates, sizes, parameters).softmax(-1)
         known = torch.where(sizes.isneginf(), 0.0, estimates)
         known[:, -1] = 0
-        one = torch.ones_like(known)
-        one[:, -1] = 0
-        features = torch.stack([known, one], -1)  # [T,S+1,2]
+        ones = torch.ones_like(known)
+        ones[:, -1] = 0
+        features = torch.stack([known, ones], -1)  # [T,S+1,2]
         mean = (share[..., None] * features).sum(1)  # [T,2]
         gradient += (mean - (weights[..., None] * features).sum(1)).sum(0)
         curve += torch.einsum("ts,tsi,tsj->ij", share, features, features) - mean.T @ mean

@@ -84,11 +84,11 @@ def _of_layer(trace: Trace, index: int, queries: int, sink: int, window: int) ->
     """`[H]` float32, the errors of a layer's KV heads on one prompt."""
     trace.verify(index, ["query", "keys", "values"])
     layer = trace.layer(index)
-    held = layer.query.shape[2]
-    first = max(trace.tokens - held, sink + window)
+    many = layer.query.shape[2]
+    first = max(trace.tokens - many, sink + window)
     if first >= trace.tokens:
         raise TrainingError(
-            f"{trace.name} has {trace.tokens} tokens and the queries of its last {held}: none of them sees more than a "
+            f"{trace.name} has {trace.tokens} tokens and the queries of its last {many}: none of them sees more than a "
             f"sink of {sink} rows and a window of {window}"
         )
     at = torch.linspace(first, trace.tokens - 1, min(queries, trace.tokens - first)).round().long()
@@ -102,11 +102,11 @@ def _of_layer(trace: Trace, index: int, queries: int, sink: int, window: int) ->
 
 def _outputs(layer: TraceLayer, head: int, at: Tensor, tokens: int, sink: int, window: int) -> tuple[Tensor, Tensor]:
     """`[G,T,D]` each: what the query heads of a KV head make of all rows, and of sink and window."""
-    held = layer.query.shape[2]
+    queries = layer.query.shape[2]
     keys, values = layer.keys[head].float(), layer.values[head].float()
-    logits = layer.query[head][:, at - (tokens - held)].float() @ keys.T * layer.scale  # [G,T,N]
+    logits = layer.query[head][:, at - (tokens - queries)].float() @ keys.T * layer.scale  # [G,T,N]
     row = torch.arange(tokens)
     behind = at[:, None] - row  # [T,N]
     logits = logits.masked_fill(behind < 0, -torch.inf)
-    near = logits.masked_fill((behind >= window) & (row >= sink), -torch.inf)
-    return logits.softmax(-1) @ values, near.softmax(-1) @ values
+    window_logits = logits.masked_fill((behind >= window) & (row >= sink), -torch.inf)
+    return logits.softmax(-1) @ values, window_logits.softmax(-1) @ values

@@ -201,12 +201,12 @@ def _layer(
 
 def layers_of(prompts: Prompts, index: int, device: torch.device) -> list[PromptLayer]:
     """Return a layer of every prompt."""
-    found = []
+    views_of = []
     for prompt in prompts.train:
         if (tokens := prompt.trace.tokens) < LEAST:
             raise TrainingError(f"{prompt.path} has {tokens} tokens, and prompts to learn from have {LEAST} or more")
         heads = range(prompts.shapes[index].heads)
         views = [view for _, view in load(prompts, prompt, index, heads, True, device)]
         keys, query = torch.stack([view.keys for view in views]), torch.stack([view.query for view in views])
-        found.append(PromptLayer(query, keys, views[0].scale, prompts.ropes.get(index), views[0].positions))
-    return found
+        views_of.append(PromptLayer(query, keys, views[0].scale, prompts.ropes.get(index), views[0].positions))
+    return views_of

@@ -50,7 +50,7 @@ def written_by_layer(
         "recipe": asdict(recipe),
         fact: {str(index): facts[fact] for index, (_, facts) in read.items()},
     }
-    found = {index: tensors for index, (tensors, _) in read.items()}
-    Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta).save(out)
+    tensors_of = {index: tensors for index, (tensors, _) in read.items()}
+    Calibration(method, tensors_of, roped=roped, ropes=prompts.ropes, meta=meta).save(out)
     folder.remove()
     return Calibration.load(out)

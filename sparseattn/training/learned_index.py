@@ -129,11 +129,11 @@ def fit(
 
 def draw(prompt: PromptLayer, draws: torch.Generator) -> DrawnQueries:
     """Return a step's queries and keys: queries behind the first eighth of a prompt, keys anywhere."""
-    tokens, asked = prompt.keys.shape[1], prompt.query.shape[2]
-    first = max(tokens - asked, min(int(FIRST * tokens) + SINK + NEAR + 1, tokens - 1))
+    tokens, asking = prompt.keys.shape[1], prompt.query.shape[2]
+    first = max(tokens - asking, min(int(FIRST * tokens) + SINK + NEAR + 1, tokens - 1))
     at = torch.randint(first, tokens, (min(QUERIES, tokens - first),), generator=draws)
     which = torch.randperm(tokens, generator=draws)[:KEYS].sort().values
-    query = prompt.query[:, :, at - (tokens - asked)].to(prompt.keys.device).float()
+    query = prompt.query[:, :, at - (tokens - asking)].to(prompt.keys.device).float()
     keys = prompt.keys[:, which.to(prompt.keys.device)]
     seen = ((which >= SINK) & (which <= at[:, None] - NEAR)).to(keys.device)
     logits = (prompt.scale * query @ keys[:, None].mT).masked_fill(~seen, -torch.inf)
@@ -156,8 +156,8 @@ class Rounded(torch.autograd.Function):
 
 def rounded(x: Tensor, as_kept: Tensor, follows: Tensor) -> Tensor:
     """Return `as_kept` of the shape of `x`, whose gradient is that of `x` times `follows`."""
-    found: Tensor = Rounded.apply(x, as_kept, follows)
-    return found
+    as_read: Tensor = Rounded.apply(x, as_kept, follows)
+    return as_read
 
 
 class HashCodes(Index):
@@ -171,8 +171,8 @@ class HashCodes(Index):
 
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
         directions, factor = self.parameters["directions"], self.parameters["factor"].exp()
-        asked, kept = (_signs(x) for x in (query @ directions[:, None], keys @ directions))
-        return asked @ kept[:, None].mT * factor[:, None, None, None]
+        query_signs, kept = (_signs(x) for x in (query @ directions[:, None], keys @ directions))
+        return query_signs @ kept[:, None].mT * factor[:, None, None, None]
 
     def found(self) -> dict[str, Tensor]:
         return {"directions": self.parameters["directions"].detach()}
@@ -196,9 +196,9 @@ class HashNetworks(Index):
         self.parameters["factor"] = torch.full((heads,), math.log(8 / bits))
 
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        asked = _signs(through(query, [self.parameters[name] for name in QUERY_PARTS]))
+        query_signs = _signs(through(query, [self.parameters[name] for name in QUERY_PARTS]))
         kept = _signs(through(keys, [self.parameters[name] for name in KEY_PARTS]))
-        return asked @ kept[:, None].mT * self.parameters["factor"].exp()[:, None, None, None]
+        return query_signs @ kept[:, None].mT * self.parameters["factor"].exp()[:, None, None, None]
 
     def found(self) -> dict[str, Tensor]:
         return {name: part.detach() for name, part in self.parameters.items() if name != "factor"}
@@ -220,15 +220,19 @@ class HashByLabels(HashCodes):
     def loss(self, drawn: DrawnQueries) -> Tensor:
         directions = self.parameters["directions"]
         bits, many = directions.shape[2], drawn.seen.sum()
-        asked, kept = (
+        coded_query, kept = (
             2 * torch.sigmoid(self.SIGMA * x) - 1 for x in (drawn.query @ directions[:, None], drawn.keys @ directions)
         )
-        apart = asked.square().sum(-1)[..., None] + kept.square().sum(-1)[:, None, None] - 2 * asked @ kept[:, None].mT
+        apart = (
+            coded_query.square().sum(-1)[..., None]
+            + kept.square().sum(-1)[:, None, None]
+            - 2 * coded_query @ kept[:, None].mT
+        )
         labels = self.labels(drawn)
-        near = self.EPSILON * (labels * apart * drawn.seen).sum() / many
-        balance = (asked.mean((1, 2)) + kept.mean(1)) / bits
+        attraction = self.EPSILON * (labels * apart * drawn.seen).sum() / many
+        balance = (coded_query.mean((1, 2)) + kept.mean(1)) / bits
         crossed = directions.mT @ directions - torch.eye(bits, device=directions.device)
-        return near + balance.square().sum() + torch.linalg.vector_norm(crossed)
+        return attraction + balance.square().sum() + torch.linalg.vector_norm(crossed)
 
     def labels(self, drawn: DrawnQueries) -> Tensor:
         """Return `[H,G,q,n]`: 20 for the best key, falling to 1 at the last of the best tenth; -1 for the others."""

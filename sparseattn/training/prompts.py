@@ -63,13 +63,13 @@ class Prompts:
 
 def trace_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return the trace files of `paths`; a folder stands for its `*.safetensors`, by name. Raises TrainingError."""
-    found: list[Path] = []
+    files_of_all: list[Path] = []
     for path in map(Path, paths):
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
             raise TrainingError(f"the folder {path} holds no *.safetensors trace (`sparseattn capture` makes one)")
-        found += files
-    return found
+        files_of_all += files
+    return files_of_all
 
 
 def open_prompts(
@@ -135,9 +135,9 @@ def open_all(
 def _together(given: Sequence[TracedPrompt], layers: Sequence[int] | None, roped: bool) -> Prompts:
     """Different prompts of one model, all to train on; TrainingError where they are not."""
     every = sorted(given, key=lambda prompt: (prompt.sha256, prompt.path))
-    for one, other in itertools.pairwise(every):
-        if one.sha256 == other.sha256:
-            raise TrainingError(f"{one.path} and {other.path} are of the same prompt; give each prompt once")
+    for prompt_before, other in itertools.pairwise(every):
+        if prompt_before.sha256 == other.sha256:
+            raise TrainingError(f"{prompt_before.path} and {other.path} are of the same prompt; give each prompt once")
     _warn_of_bare(given)
     first = given[0].trace
     shapes = _chosen(given[0], layers)
@@ -202,8 +202,8 @@ def _check_alike(first: TracedPrompt, prompt: TracedPrompt, shapes: dict[int, La
     for index, shape in shapes.items():
         other = prompt.trace.shapes.get(index)
         if other is None:
-            held = ", ".join(map(str, prompt.trace.layers))
-            raise TrainingError(f"{first.path} has layer {index}, {prompt.path} holds layers {held}")
+            layers = ", ".join(map(str, prompt.trace.layers))
+            raise TrainingError(f"{first.path} has layer {index}, {prompt.path} holds layers {layers}")
         a, b = ((s.heads, s.group, s.size, s.scale, s.window) for s in (shape, other))
         if a != b:
             raise TrainingError(

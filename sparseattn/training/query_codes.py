@@ -174,17 +174,17 @@ def _drawn(
     count = view.query.shape[1]
     at = torch.linspace(0, count - 1, min(count, quota(recipe.queries, many))).long()
     queries, keys = view.query[:, at].to(device).float(), view.keys[which]
-    asked, places = view.query_positions[at.to(device)], view.positions[which]
-    weights = reached((queries * view.scale)[None], asked, keys[None], places)[0].pow(recipe.reach)
+    query_places, places = view.query_positions[at.to(device)], view.positions[which]
+    weights = reached((queries * view.scale)[None], query_places, keys[None], places)[0].pow(recipe.reach)
     if recipe.ahead and (rope := prompts.ropes.get(index)) is not None:
         first, draws = int(view.positions.max()) + 1, ("keys ahead", "queries ahead")
         of_keys, of_queries = (stream(recipe.seed, METHOD, prompt.sha256, name) for name in draws)
         keys = half_moved_ahead(keys.float(), places, first, recipe.ahead, rope, of_keys)
-        queries = half_moved_ahead(queries, asked, first, recipe.ahead, rope, of_queries)
+        queries = half_moved_ahead(queries, query_places, first, recipe.ahead, rope, of_queries)
     return {"keys": keys, "queries": queries, "weights": weights}
 
 
 def kept(calibration: Calibration) -> dict[int, float]:
     """Return `meta["kept"]` of a file of `train_codes` by layer."""
-    found: dict[str, Any] = calibration.meta["kept"]
-    return {int(index): found[index] for index in sorted(found, key=int)}
+    share: dict[str, Any] = calibration.meta["kept"]
+    return {int(index): share[index] for index in sorted(share, key=int)}

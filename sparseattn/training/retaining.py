@@ -108,10 +108,10 @@ def train_retaining(
     def learn(folder: Partial) -> None:
         for done, index in enumerate(prompts.shapes, 1):
             if not folder.layer(index).exists():
-                found, loss = _fitted(
-                    [_examples(prompts, one, index, recipe) for one in prompts.train], recipe, index, place
+                weights, loss = _fitted(
+                    [_examples(prompts, prompt, index, recipe) for prompt in prompts.train], recipe, index, place
                 )
-                folder.write(folder.layer(index), {name: part.cpu() for name, part in found.items()}, {"loss": loss})
+                folder.write(folder.layer(index), {name: part.cpu() for name, part in weights.items()}, {"loss": loss})
             progress(done, len(prompts.shapes))
 
     return written_by_layer(METHOD, prompts, recipe, out, learn, "loss", roped=False)
@@ -121,17 +121,17 @@ def _examples(prompts: Prompts, prompt: TracedPrompt, index: int, recipe: Retain
     """Return the tokens of a prompt that have a query and lie before its answer."""
     prompt.trace.verify(index, ("query", "keys", "values"))
     layer, rope, at = prompt.trace.layer(index), prompts.ropes[index], prompt.trace.positions
-    held, tokens = layer.query.shape[2], prompt.tokens
-    first, last = tokens - held, tokens - recipe.answer
+    queries, tokens = layer.query.shape[2], prompt.tokens
+    first, last = tokens - queries, tokens - recipe.answer
     if last - first < 2:
         raise TrainingError(
-            f"{prompt.path} has {tokens} tokens and the queries of its last {held}: fewer than 2 of them lie before an "
-            f"answer of {recipe.answer}"
+            f"{prompt.path} has {tokens} tokens and the queries of its last {queries}: fewer than 2 of them lie before "
+            f"an answer of {recipe.answer}"
         )
-    asked = layer.query[:, :, -recipe.answer :].float()  # [H,G,a,D]
+    answers = layer.query[:, :, -recipe.answer :].float()  # [H,G,a,D]
     keys = layer.keys[:, first:last].float()
-    labels = (asked.flatten(1, 2) @ keys.mT).amax(1) * layer.scale
-    mine = slice(0, held - recipe.answer)
+    labels = (answers.flatten(1, 2) @ keys.mT).amax(1) * layer.scale
+    mine = slice(0, queries - recipe.answer)
     return Examples(
         rope.unrotate(layer.query[:, :, mine].float(), at[first:last]),
         rope.unrotate(keys, at[first:last]),

@@ -126,10 +126,10 @@ def resolved(recipe: Recipe, prompts: Prompts) -> Recipe:
     share = quota(sample, len(prompts.train))
     there = sum(min(share, prompt.tokens - recipe.filters.sink) for prompt in prompts.train)
     if clusters > there:
-        asked = "" if recipe.sample is None else f" with sample={recipe.sample}"
+        sampling = "" if recipe.sample is None else f" with sample={recipe.sample}"
         raise TrainingError(
             f"{clusters} clusters are more than the {there} keys of a head that {len(prompts.train)} prompts to train "
-            f"on give{asked}"
+            f"on give{sampling}"
         )
     return replace(recipe, clusters=clusters, sample=sample)
 
@@ -149,33 +149,33 @@ def _train_layer(
     centroids, lengths, key_figures = _centroids(prompts, index, heads, recipe, device, folder, progress)
     kmeans_seconds = time.perf_counter() - started
     pool = None if recipe.symmetric else pool_of(prompts, index, heads, centroids, recipe, device, progress)
-    held = held_of(prompts, index, heads, centroids, recipe, device)
+    held_out = held_of(prompts, index, heads, centroids, recipe, device)
     pool_seconds = time.perf_counter() - started - kmeans_seconds
     scale = prompts.shapes[index].scale
-    found: list[dict[str, Any]] = [dict(figures) for figures in key_figures]
+    figures: list[dict[str, Any]] = [dict(figures) for figures in key_figures]
     curves = {
-        "symmetric": recovered(symmetric_scores(held.queries, centroids, scale), held),
-        "oracle": recovered(held.mass.sum(1), held),
-        "exact": held.exact,
+        "symmetric": recovered(symmetric_scores(held_out.queries, centroids, scale), held_out),
+        "oracle": recovered(held_out.mass.sum(1), held_out),
+        "exact": held_out.exact,
     }
     fitted: list[Classifier | None] = [None] * len(heads)
     if pool is not None:
         far = torch.linspace(recipe.filters.gap + 1, prompts.shortest, DISTANCES, device=device)
         rope = None if recipe.roped else prompts.ropes[index]
         linear = scale * over_distances(lengths[..., None] * centroids, rope, far)
-        fit = Fit(index, heads, prompts.shapes[index].group, linear, recipe, pool, held)
+        fit = Fit(index, heads, prompts.shapes[index].group, linear, recipe, pool, held_out)
         fitted_all, steps = fit.run(folder, save_every, progress)
         width = len(fitted_all.w1) // len(heads)
         for i in range(len(heads)):
             rows = slice(i * width, (i + 1) * width)
             fitted[i] = Classifier(**{name: tensor[rows] for name, tensor in fitted_all.tensors().items()})
-            found[i] |= {
+            figures[i] |= {
                 "loss": fit.best_loss[i],
                 "best_step": fit.best_step[i],
                 "steps": steps[i],
                 "passed": sum(pool.passed[i * width : (i + 1) * width]) / width,
             }
-        curves["classifier"] = recovered(classifier_scores(fitted_all, held.queries), held)
+        curves["classifier"] = recovered(classifier_scores(fitted_all, held_out.queries), held_out)
     total_seconds = time.perf_counter() - started
     seconds = {
         "kmeans": kmeans_seconds / len(heads),
@@ -187,10 +187,10 @@ def _train_layer(
             name: {str(share): curve[i, ..., s].mean(-1).tolist() for s, share in enumerate(recipe.shares)}
             for name, curve in curves.items()
         }
-        facts = found[i] | {"layer": index, "head": head, "far_mass": held.far[i].mean(-1).tolist()}
+        facts = figures[i] | {"layer": index, "head": head, "far_mass": held_out.far[i].mean(-1).tolist()}
         facts |= {"recovered": shares, "seconds": dict(seconds)}
-        one = fitted[i]
-        tensors = {"centroids": centroids[i]} | ({} if one is None else one.tensors())
+        classifier = fitted[i]
+        tensors = {"centroids": centroids[i]} | ({} if classifier is None else classifier.tensors())
         folder.write(folder.finished(index, head), tensors, facts)
     for path in (folder.state(index, heads), *(folder.centroids(index, head) for head in heads)):
         path.unlink(missing_ok=True)
@@ -220,12 +220,12 @@ def _centroids(
         for head, path in zip(heads, kept, strict=True):
             keys = torch.cat(samples.pop(head))
             seed = int(torch.randint(2**31, (), generator=bucket_stream(recipe.seed, index, head, "k-means")))
-            found = spherical_kmeans(keys, recipe.clusters, iterations=recipe.iterations, seed=seed)
-            lengths = mean_lengths(keys, found)
+            fitted = spherical_kmeans(keys, recipe.clusters, iterations=recipe.iterations, seed=seed)
+            lengths = mean_lengths(keys, fitted)
             folder.write(
                 path,
-                {"centroids": found, "lengths": lengths},
-                {"keys": len(keys), "train": balance(keys, found).as_dict()},
+                {"centroids": fitted, "lengths": lengths},
+                {"keys": len(keys), "train": balance(keys, fitted).as_dict()},
             )
     read = [folder.read(path) for path in kept]
     centroids, lengths = (torch.stack([tensors[name] for tensors, _ in read]) for name in ("centroids", "lengths"))

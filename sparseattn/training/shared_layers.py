@@ -59,7 +59,7 @@ def greedy(
         raise ValueError(f"of {len(able)} layers that choose, 0 to {len(able) - 1} can be shared, got {shared}")
     letters = [FULL if layer in able or layer < able[0] else SHARED for layer in range(layers)]
     total = sum(len(able) - 1 - step for step in range(shared))
-    found: list[Found] = []
+    chosen: list[Found] = []
     known = 0
     for _ in range(shared):
         best: Found | None = None
@@ -74,8 +74,8 @@ def greedy(
                 best = trial
         assert best is not None
         letters = list(best.pattern)
-        found.append(best)
-    return found
+        chosen.append(best)
+    return chosen
 
 
 def shared_layers(

@@ -63,15 +63,17 @@ def similarity(
     if queries < 1:
         raise TrainingError(f"queries are 1 or more of each prompt, got {queries}")
     prompts = open_all(traces, layers, True)
-    asked = [_asked(prompt.trace, prompts, queries) for prompt in prompts.train]
+    query_places = [_asked(prompt.trace, prompts, queries) for prompt in prompts.train]
     heads = {shape.heads for shape in prompts.shapes.values()}
     if len(heads) > 1:
         raise TrainingError(f"layers have {sorted(heads)} KV heads, and heads of one number are compared")
-    found, count = [], len(prompts.shapes)
-    for number, (prompt, at) in enumerate(zip(prompts.train, asked, strict=True)):
+    of_prompts, count = [], len(prompts.shapes)
+    for number, (prompt, at) in enumerate(zip(prompts.train, query_places, strict=True)):
         done = functools.partial(_tell, progress, number * count, count * len(prompts.train))
-        found.append(_of_prompt(prompt.trace, tuple(prompts.shapes), at, place, done))
-    Similarity(tuple(prompts.shapes), torch.stack(found).mean(0), _origin(prompts, list(map(len, asked)))).save(out)
+        of_prompts.append(_of_prompt(prompt.trace, tuple(prompts.shapes), at, place, done))
+    Similarity(
+        tuple(prompts.shapes), torch.stack(of_prompts).mean(0), _origin(prompts, list(map(len, query_places)))
+    ).save(out)
     return Similarity.load(out)
 
 
@@ -109,11 +111,11 @@ def _tell(progress: Callable[[int, int], None], before: int, total: int, done: i
 
 def _asked(trace: Trace, prompts: Prompts, queries: int) -> list[int]:
     """Rows of a prompt whose queries are asked: more is before each of them than a choice has."""
-    held = min(trace.shapes[index].queries or trace.tokens for index in prompts.shapes)
-    first = max(trace.tokens - held, SINK + WINDOW + 2 * LEAST)
+    stored = min(trace.shapes[index].queries or trace.tokens for index in prompts.shapes)
+    first = max(trace.tokens - stored, SINK + WINDOW + 2 * LEAST)
     if first >= trace.tokens:
         raise TrainingError(
-            f"{trace.name} has {trace.tokens} tokens and the queries of its last {held}: a choice of {LEAST} rows "
+            f"{trace.name} has {trace.tokens} tokens and the queries of its last {stored}: a choice of {LEAST} rows "
             f"wants queries behind row {SINK + WINDOW + 2 * LEAST}"
         )
     count = min(queries, trace.tokens - first)
@@ -121,15 +123,19 @@ def _asked(trace: Trace, prompts: Prompts, queries: int) -> list[int]:
 
 
 def _of_prompt(
-    trace: Trace, layers: Sequence[int], asked: Sequence[int], place: torch.device, progress: Callable[[int], None]
+    trace: Trace,
+    layers: Sequence[int],
+    query_places: Sequence[int],
+    place: torch.device,
+    progress: Callable[[int], None],
 ) -> Tensor:
     """`[L,L,H,H]` float32 on the CPU, of one prompt."""
     chosen: list[Tensor] = []  # of each layer so far [H,T,K], its choices
     out = torch.zeros(len(layers), len(layers), trace.shapes[layers[0]].heads, trace.shapes[layers[0]].heads)
     for b, index in enumerate(layers):
-        weights = _weights(trace, index, asked, place)  # [H,T,N]
+        weights = _weights(trace, index, query_places, place)  # [H,T,N]
         rows = weights.topk(max(LEAST, int(SHARE * trace.tokens)), -1).indices.int()
-        counted = torch.arange(rows.shape[2], device=place) < _rows(asked, place)[:, None]
+        counted = torch.arange(rows.shape[2], device=place) < _rows(query_places, place)[:, None]
         own = (weights.gather(2, rows.long()) * counted).sum(-1)  # [H,T]
         chosen.append(rows)
         for a, others in enumerate(chosen):
@@ -141,17 +147,17 @@ def _of_prompt(
     return out
 
 
-def _rows(asked: Sequence[int], place: torch.device) -> Tensor:
+def _rows(query_places: Sequence[int], place: torch.device) -> Tensor:
     """`[T]`: how many rows a query that is row t chooses."""
-    return (torch.tensor(asked, device=place) * SHARE).long().clamp(min=LEAST)
+    return (torch.tensor(query_places, device=place) * SHARE).long().clamp(min=LEAST)
 
 
-def _weights(trace: Trace, index: int, asked: Sequence[int], place: torch.device) -> Tensor:
+def _weights(trace: Trace, index: int, query_places: Sequence[int], place: torch.device) -> Tensor:
     """`[H,T,N]` float32: the probabilities of the rows among which each of the queries chooses, summed over a group's
     query heads; 0 for the others."""
     trace.verify(index, ["query", "keys"])
     layer = trace.layer(index)
-    at = torch.tensor(asked)
+    at = torch.tensor(query_places)
     query = layer.query[:, :, at - (trace.tokens - layer.query.shape[2])].to(place).float()  # [H,G,T,D]
     logits = query @ layer.keys.to(place).float()[:, None].mT * layer.scale  # [H,G,T,N]
     row = torch.arange(trace.tokens, device=place)

@@ -128,17 +128,17 @@ def symmetric_scores(queries: Tensor, centroids: Tensor, scale: float) -> Tensor
     return (scale * queries @ centroids[:, None].mT).softmax(-1).sum(1)
 
 
-def recovered(scores: Tensor, held: Held) -> Tensor:
+def recovered(scores: Tensor, held_out: Held) -> Tensor:
     """Return `[H,G,V,S]`, the share of attention to far rows in buckets visited in the order of `scores` `[H,V,C]`.
 
     The bucket in which the budget ends counts in proportion to its rows within it.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    sizes = held.sizes.gather(-1, order)  # [H,V,C]
+    sizes = held_out.sizes.gather(-1, order)  # [H,V,C]
     before = sizes.cumsum(-1) - sizes
-    mass = held.mass.gather(-1, order[:, None].expand_as(held.mass))
+    mass = held_out.mass.gather(-1, order[:, None].expand_as(held_out.mass))
     out = []
-    for s in range(held.rows.shape[-1]):
-        part = ((held.rows[:, s, None] - before) / sizes.clamp(min=1)).clamp(0, 1)  # [H,V,C]
+    for s in range(held_out.rows.shape[-1]):
+        part = ((held_out.rows[:, s, None] - before) / sizes.clamp(min=1)).clamp(0, 1)  # [H,V,C]
         out.append((mass * part[:, None]).sum(-1))
     return torch.stack(out, -1)

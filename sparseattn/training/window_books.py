@@ -92,8 +92,8 @@ def train_window(
     def learn(folder: Partial) -> None:
         for done, index in enumerate(prompts.shapes, 1):
             if not folder.layer(index).exists():
-                found, error = _layer(prompts, index, recipe, place)
-                folder.write(folder.layer(index), {name: part.cpu() for name, part in found.items()}, {"error": error})
+                books, error = _layer(prompts, index, recipe, place)
+                folder.write(folder.layer(index), {name: part.cpu() for name, part in books.items()}, {"error": error})
             progress(done, len(prompts.shapes))
 
     return written_by_layer(METHOD, prompts, recipe, out, learn, "error", roped=False)
@@ -109,10 +109,10 @@ def _layer(prompts: Prompts, index: int, recipe: WindowRecipe, device: torch.dev
         keys.append(torch.stack([of_head for of_head, _ in drawn]))
         queries.append(torch.stack([of_head for _, of_head in drawn]))
     sample = torch.cat(keys, 1)
-    found = window_codes(sample, torch.cat(queries, 2), recipe.bits, recipe.seed)
-    turned = sample @ found["factor"]
-    near = torch.stack([torch.cdist(*pair).amin(1) for pair in zip(turned, found["centroids"][:, 0], strict=True)])
-    return found, float(near.square().sum() / turned.square().sum())
+    books = window_codes(sample, torch.cat(queries, 2), recipe.bits, recipe.seed)
+    turned = sample @ books["factor"]
+    distances = torch.stack([torch.cdist(*pair).amin(1) for pair in zip(turned, books["centroids"][:, 0], strict=True)])
+    return books, float(distances.square().sum() / turned.square().sum())
 
 
 def _drawn(view: HeadView, prompt: TracedPrompt, recipe: WindowRecipe, prompts: Prompts) -> tuple[Tensor, Tensor]:
@@ -123,5 +123,7 @@ def _drawn(view: HeadView, prompt: TracedPrompt, recipe: WindowRecipe, prompts: 
     which = which[: quota(recipe.sample, many)].sort().values.to(device)
     count = view.query.shape[1]
     at = torch.linspace(0, count - 1, min(count, quota(recipe.queries, many))).long()
-    asked = view.query_positions[at.to(device)]
-    return view.inputs[which], at_distance(view.query[:, at].to(device).float(), asked, view.rope, recipe.distance)
+    query_places = view.query_positions[at.to(device)]
+    return view.inputs[which], at_distance(
+        view.query[:, at].to(device).float(), query_places, view.rope, recipe.distance
+    )

@@ -111,8 +111,8 @@ class Items:
         if len(value) < self.least or (self.count is not None and len(value) != self.count):
             due = f"{self.least} items or more" if self.count is None else f"{self.count} items"
             raise FieldError(f"{name} is a list of {due}, got {len(value)}")
-        for i, one in enumerate(value):
-            self.kind.check(one, f"{name}[{i}]")
+        for i, item in enumerate(value):
+            self.kind.check(item, f"{name}[{i}]")
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Values:
             raise refuse(name, "is an object", value)
         if len(value) < self.least:
             raise FieldError(f"{name} is an object of {self.least} fields or more, got {len(value)}")
-        for key, one in value.items():
-            self.kind.check(one, f"{name}.{reprlib.repr(key)[1:-1]}")
+        for key, inner in value.items():
+            self.kind.check(inner, f"{name}.{reprlib.repr(key)[1:-1]}")
 
 
 @dataclass(frozen=True)

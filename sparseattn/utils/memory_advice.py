@@ -20,11 +20,11 @@ def madvise() -> Callable[[int, int, int], Any] | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        found = ctypes.CDLL(None).madvise
+        function = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):
         return None
-    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    advise: Callable[[int, int, int], Any] = found
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    advise: Callable[[int, int, int], Any] = function
     return advise
 
 

@@ -109,8 +109,8 @@ def of_job() -> JobRanks | None:
     lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if lacking:
         raise ValueError(f"WORLD_SIZE={job_size()} is of torchrun, which sets {', '.join(lacking)} too: unset it")
-    found: Any = next(rendezvous("env://", timeout=LONG))
-    store, rank, count = found
+    job: Any = next(rendezvous("env://", timeout=LONG))
+    store, rank, count = job
     return JobRanks(rank, count, PrefixStore("sparseattn", store))
 
 

@@ -36,11 +36,11 @@ class Registry(MutableMapping[str, type[Kind]], Generic[Kind]):
         self._classes: dict[str, str | type[Kind]] = dict(sorted(places.items()))
 
     def __getitem__(self, name: str) -> type[Kind]:
-        found = self._classes[name]
-        if isinstance(found, str):
-            module, _, kind = found.partition(":")
-            found = self._classes[name] = getattr(importlib.import_module(module), kind)
-        return found
+        listed = self._classes[name]
+        if isinstance(listed, str):
+            module, _, kind = listed.partition(":")
+            listed = self._classes[name] = getattr(importlib.import_module(module), kind)
+        return listed
 
     def __setitem__(self, name: str, method: type[Kind]) -> None:
         self._classes[name] = method
@@ -148,19 +148,27 @@ class Registry(MutableMapping[str, type[Kind]], Generic[Kind]):
     def _class_of(self, module: ModuleType, name: str) -> type[Kind]:
         """Return the class that `module:Class` names; ValueError for none of this kind, or one that lacks a part."""
         attribute = name.partition(":")[2]
-        kinds = [one for one, held in vars(module).items() if inspect.isclass(held) and issubclass(held, self.kind)]
-        own = [one for one in kinds if vars(module)[one].__module__ == name.partition(":")[0]]
-        found = getattr(module, attribute, None)
-        if found is None:
+        kinds = [
+            attribute_name
+            for attribute_name, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, self.kind)
+        ]
+        own = [
+            attribute_name
+            for attribute_name in kinds
+            if vars(module)[attribute_name].__module__ == name.partition(":")[0]
+        ]
+        named = getattr(module, attribute, None)
+        if named is None:
             raise ValueError(
                 f"{name!r}: module {name.partition(':')[0]!r} has no {attribute!r}{did_you_mean(attribute, own)}; its "
                 f"{self.noun}s are {', '.join(own) or 'none'}"
             )
-        if not (inspect.isclass(found) and issubclass(found, self.kind)):
+        if not (inspect.isclass(named) and issubclass(named, self.kind)):
             raise ValueError(f"{name!r} is not a subclass of sparseattn.{self.kind.__name__}")
-        if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+        if lacking := sorted(getattr(named, "__abstractmethods__", ())):
             raise ValueError(f"{name!r} does not define {' and '.join(lacking)}, which every {self.noun} does")
-        return found
+        return named
 
 
 def split_pairs(text: str, noun: str) -> list[str]:

@@ -8,5 +8,5 @@ from collections.abc import Iterable
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence, " (did you mean 'quest'?)", or "" where no known name is near."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    alike = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {alike[0]!r}?)" if alike else ""

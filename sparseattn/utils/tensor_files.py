@@ -122,14 +122,14 @@ def beginnings(path: str | os.PathLike[str], entries: int) -> dict[str, Tensor]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    starts = {}
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 part = file.get_slice(name)
                 first, *others = part.get_shape() or [1]
                 rows = min(first, -(-entries // max(math.prod(others), 1)))
-                found[name] = (part[:rows] if part.get_shape() else file.get_tensor(name)).flatten()[:entries]
+                starts[name] = (part[:rows] if part.get_shape() else file.get_tensor(name)).flatten()[:entries]
     except SafetensorError as error:
         raise ValueError(f"{os.fspath(path)} is no safetensors file: {error}") from error
-    return found
+    return starts

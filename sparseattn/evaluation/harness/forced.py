@@ -61,8 +61,8 @@ def predicted(
         Numbers in `wanted`; logits; what ran since the last ones were yielded.
     """
     by_prefix: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
-    for number, one in enumerate(wanted):
-        by_prefix.setdefault(one.prefix, {}).setdefault(one.fed, []).append(number)
+    for number, token in enumerate(wanted):
+        by_prefix.setdefault(token.prefix, {}).setdefault(token.fed, []).append(number)
     # Long ones first, as lm-eval has it: what does not fit into memory fails at once. Those without any come last.
     for prefixes in _batches(sorted(by_prefix, key=len, reverse=True), batch):
         ran = Activity()

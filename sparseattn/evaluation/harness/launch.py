@@ -65,7 +65,7 @@ def run(given: argparse.Namespace, settings: SparseSettings, sharing: bool = Fal
         )
     if not given.model_args.get("pretrained"):
         raise ValueError("--model_args needs pretrained=MODEL, such as pretrained=smollm2")
-    if twice := sorted(given.model_args.keys() & {one.name for one in fields(settings)}):
+    if twice := sorted(given.model_args.keys() & {setting.name for setting in fields(settings)}):
         raise ValueError(f"{', '.join(twice)} are options of this command, and not of --model_args")
     folder = folder_of(str(given.model_args["pretrained"]))
     shared = {"tp_plan": "auto"} if sharing and of_model(ranks) > 1 else {}

@@ -165,7 +165,7 @@ class SparseLM(HFLM):
         for text, context, continuation in requests:
             tail = 1 if text is None else self._tails[text[0]].tokens
             wanted.append(Forced.of(context, continuation, tail, self.max_length))
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        scores: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or job_rank() > 0, desc="Running loglikelihood requests")
         for numbers, logits, ran in predicted(self.model, self._empty, wanted, self._sequences(requests, override_bs)):
             self._note(ran)
@@ -173,12 +173,12 @@ class SparseLM(HFLM):
             for number in numbers:
                 scored = torch.tensor(wanted[number].scored, device=behind.device)
                 own = behind[-len(scored) :]
-                found[number] = float(own.gather(1, scored[:, None]).sum()), bool((own.argmax(1) == scored).all())
+                scores[number] = float(own.gather(1, scored[:, None]).sum()), bool((own.argmax(1) == scored).all())
                 if (text := requests[number][0]) is not None:
-                    self.cache_hook.add_partial("loglikelihood", text, found[number])
+                    self.cache_hook.add_partial("loglikelihood", text, scores[number])
                 bar.update(1)
         bar.close()
-        return found
+        return scores
 
     def _sequences(self, requests: Sequence[Any], override_bs: Any) -> int:
         """Return how many sequences go through the model together."""

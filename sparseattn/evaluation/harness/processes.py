@@ -18,10 +18,10 @@ from sparseattn.evaluation.harness.tally import KEY, Tally
 from sparseattn.utils.ranks import JobRanks, in_turn
 
 
-def gathered(found: Any, first: int = 0) -> list[Any] | None:
+def gathered(part: Any, first: int = 0) -> list[Any] | None:
     """Return, in process `first`, what each process has found, by rank; None in others. All call it together."""
     every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == first else None
-    dist.gather_object(found, every, dst=first)
+    dist.gather_object(part, every, dst=first)
     return every
 
 
@@ -38,15 +38,15 @@ def _of_task(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {name: dealt(part[name] for part in parts) for name in parts[0]}
     filters = dict.fromkeys(sample["filter"] for part in parts for sample in part)
-    samples = ([[one for one in part if one["filter"] == name] for part in parts] for name in filters)
-    return [one for each in samples for one in dealt(each)]
+    samples = ([[sample for sample in part if sample["filter"] == name] for part in parts] for name in filters)
+    return [sample for each in samples for sample in dealt(each)]
 
 
 def dealt(parts: Iterable[Sequence[Any]]) -> list[Any]:
     """Return what was dealt in turn, in its order."""
     nothing = object()
     rounds = itertools.zip_longest(*parts, fillvalue=nothing)
-    return [one for each in rounds for one in each if one is not nothing]
+    return [item for each in rounds for item in each if item is not nothing]
 
 
 def joined(tally: Tally) -> Tally:
@@ -91,8 +91,8 @@ def _join(first: Path, others: Sequence[Path], sharing: bool) -> None:
 def _copy(first: Path, own: Path, with_counts: bool) -> None:
     from sqlitedict import SqliteDict
 
-    with SqliteDict(str(first), flag="r") as held, SqliteDict(str(own), flag="n") as into:
-        for key, value in held.items():
+    with SqliteDict(str(first), flag="r") as source, SqliteDict(str(own), flag="n") as into:
+        for key, value in source.items():
             if with_counts or not key.startswith(KEY):
                 into[key] = value
         into.commit()

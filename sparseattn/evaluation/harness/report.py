@@ -15,6 +15,6 @@ def finished(record: dict[str, Any]) -> dict[str, Any]:
 
 def taken() -> list[dict[str, Any]]:
     """Return the records that were kept, oldest first, and forget them."""
-    found = list(_records)
+    records = list(_records)
     _records.clear()
-    return found
+    return records

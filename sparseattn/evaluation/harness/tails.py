@@ -91,10 +91,10 @@ def question_begins(doc: Any, prompt: str) -> tuple[int | None, str]:
     context, whole = doc.get("context"), doc.get("input")
     if not isinstance(context, str) and "question" in doc:
         context = whole
-    if isinstance(context, str) and (found := _last(prompt, context)) is not None:
-        return found[1], BEHIND
-    if "gen_prefix" in doc and isinstance(whole, str) and (found := _last(prompt, whole)) is not None:
-        line = prompt.rstrip("\n").rfind("\n", found[0], found[1])
+    if isinstance(context, str) and (place := _last(prompt, context)) is not None:
+        return place[1], BEHIND
+    if "gen_prefix" in doc and isinstance(whole, str) and (place := _last(prompt, whole)) is not None:
+        line = prompt.rstrip("\n").rfind("\n", place[0], place[1])
         if line >= 0:
             return line + 1, LAST_LINE
     return None, FIXED

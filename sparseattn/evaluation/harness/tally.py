@@ -68,9 +68,9 @@ class Tally:
         """Begin to count for a task, whose prompts have these tails."""
         self._task = task
         self.ran.setdefault(task, Activity())
-        if found := list(tails):
-            least, most = (pick(tail.tokens for tail in found) for pick in (min, max))
-            self.tails[task] = TailsFound(least, most, frozenset(tail.rule for tail in found))
+        if known := list(tails):
+            least, most = (pick(tail.tokens for tail in known) for pick in (min, max))
+            self.tails[task] = TailsFound(least, most, frozenset(tail.rule for tail in known))
 
     def add(self, ran: Activity) -> None:
         """Count for the task that has begun."""
@@ -92,10 +92,10 @@ class Tally:
         whole = Tally(self.settings)
         for ran, earlier, tails in every:
             for into, counts in ((whole.ran, ran), (whole.earlier, earlier)):
-                for task, one in counts.items():
-                    into[task] = into.get(task, Activity()) + one
-            for task, found in tails.items():
-                whole.tails[task] = found.joined(whole.tails.get(task, found))
+                for task, count in counts.items():
+                    into[task] = into.get(task, Activity()) + count
+            for task, tail in tails.items():
+                whole.tails[task] = tail.joined(whole.tails.get(task, tail))
         return whole
 
     def record(self) -> dict[str, Any]:

@@ -18,11 +18,11 @@ def by_task(requests: Sequence[Any], ask: Callable[[str, list[Any]], list[Any]])
     numbers_of: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         numbers_of.setdefault(str(request.task_name), []).append(number)
-    found: list[Any] = [None] * len(requests)
+    answers: list[Any] = [None] * len(requests)
     for task, numbers in numbers_of.items():
         for number, answer in zip(numbers, ask(task, [requests[number] for number in numbers]), strict=True):
-            found[number] = answer
-    return found
+            answers[number] = answer
+    return answers
 
 
 def asking_logprobs(manager: Any, tasks: Sequence[str | dict[str, Any]]) -> list[str]:

@@ -29,9 +29,9 @@ def _open(setup: Setup) -> Reader:
         task = task_of(setup.task, names_of(line.path), list(LABELS), "babilong")
         if task not in prompts:
             raise ValueError(f"the file of prompts has none of {task}")
-        asked = text(fields, "question")
+        wording = text(fields, "question")
         parts = {name: prompts[task][name] for name in PARTS}
-        prompt = template.format(context=HOLE, question=asked, **parts).strip()
+        prompt = template.format(context=HOLE, question=wording, **parts).strip()
         before, _, question = prompt.partition(HOLE)
         return Example(
             f"babilong/{task}",
@@ -43,7 +43,7 @@ def _open(setup: Setup) -> Reader:
             limit=LIMIT,
             one_line=False,
             chat=Chat(question),
-            reference={"task": task, "question": asked},
+            reference={"task": task, "question": wording},
         )
 
     return read

@@ -51,13 +51,13 @@ def answers(fields: Mapping[str, Any], *names: str) -> tuple[str, ...]:
         ValueError: naming the fields: none is there, or an answer is empty.
     """
     value = next((fields[name] for name in names if name in fields), None)
-    held = value if isinstance(value, (list, tuple)) else [value]
-    if not held or not all(map(_is_answer, held)):
+    given = value if isinstance(value, (list, tuple)) else [value]
+    if not given or not all(map(_is_answer, given)):
         raise ValueError(
             f"answers are a string or a list of strings under {', '.join(names)}, none of them empty, got "
             f"{reprlib.repr(value)}"
         )
-    return tuple(map(str, held))
+    return tuple(map(str, given))
 
 
 def names_of(path: Path) -> list[str]:
@@ -82,11 +82,11 @@ def task_of(given: str | None, named: Iterable[str | None], known: Sequence[str]
         if given not in known:
             raise ValueError(f"{layout} has no task {given!r}{did_you_mean(given, known)}, it has {', '.join(known)}")
         return given
-    found = list(dict.fromkeys(name for name in named if name))
-    for name in found:
+    names = list(dict.fromkeys(name for name in named if name))
+    for name in names:
         if name in known:
             return name
-    called = " or ".join(map(repr, found)) or "nothing"
+    called = " or ".join(map(repr, names)) or "nothing"
     raise ValueError(
         f"which task of {layout} it is decides how it is asked and scored, and {called} is none: give "
         f"--layout {layout}:TASK, of {', '.join(known)}"

@@ -63,14 +63,14 @@ def _is_one_object(path: Path, words: str) -> bool:
 
 def _of_json(path: Path, words: str) -> Iterator[Line]:
     try:
-        held: Any = parse(words, digits=DIGITS, finite=False, once=False)
+        content: Any = parse(words, digits=DIGITS, finite=False, once=False)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if isinstance(held, dict):
-        held = held.get("data")
-    if not isinstance(held, list):
+    if isinstance(content, dict):
+        content = content.get("data")
+    if not isinstance(content, list):
         raise ValueError(f"{path} is JSON: a list of objects, or an object with such a list under data")
-    for number, fields in enumerate(held, 1):
+    for number, fields in enumerate(content, 1):
         if not isinstance(fields, dict):
             raise ValueError(f"{path}, line {number}: a line is a JSON object, got {type(fields).__name__}")
         yield Line(path, number, fields)

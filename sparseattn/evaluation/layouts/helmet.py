@@ -55,8 +55,8 @@ def template(published: Templates, data_set: str) -> tuple[str, str]:
     if data_set.startswith("ruler_"):
         function = "load_ruler"
         place = 1 + next(i for i, names in enumerate(RULER_PLACES) if any(name in data_set for name in names))
-    found = texts_of(published, function)
-    users, systems = ([value for name, value in found if name == f"{who}_template"] for who in ("user", "system"))
+    texts = texts_of(published, function)
+    users, systems = ([value for name, value in texts if name == f"{who}_template"] for who in ("user", "system"))
     return users[place], systems[place]
 
 
@@ -121,9 +121,9 @@ def _json_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _ruler(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a line of RULER's tasks in HELMET's form fills its template with."""
     example = fields.get("example") or ""
-    asked = fields.get("query", fields.get("question", ""))
+    question = fields.get("query", fields.get("question", ""))
     right = answers(fields, "answer", "outputs")
-    return {**fields, "question": asked, "example": f"{example}\n\n" if example else "", "right": right}
+    return {**fields, "question": question, "example": f"{example}\n\n" if example else "", "right": right}
 
 
 def _metric(data_set: str) -> str:
@@ -143,7 +143,7 @@ def _example(
 ) -> Example:
     """Return the example of a line whose template is filled with `filled`, of which `right` are the answers."""
     try:
-        user, begun = (one.format(**{**filled, "context": HOLE}) for one in templates)
+        user, begun = (part.format(**{**filled, "context": HOLE}) for part in templates)
     except (KeyError, TypeError) as error:
         raise ValueError(f"a line of {data_set} has what its template names: {error}") from None
     before, _, question = user.partition(HOLE)

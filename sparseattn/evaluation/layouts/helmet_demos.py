@@ -51,13 +51,13 @@ class Demos:
         key = "id" if "id" in fields else "question"
         shown = self.all
         if "popqa" in data_set:
-            shown = [one for one in shown if popularity(one) < popular and one.get(key) != fields[key]]
+            shown = [demo for demo in shown if popularity(demo) < popular and demo.get(key) != fields[key]]
         drawn = _drawn(shown, key, str(fields[key]))
         passage = self.templates["passage_template"]
         demos = "".join(
-            self.templates["demo_template"].format(**one, documents=_passages(one, passage), answer=_answers(one)[0])
+            self.templates["demo_template"].format(**demo, documents=_passages(demo, passage), answer=_answers(demo)[0])
             + "\n\n"
-            for one in drawn
+            for demo in drawn
         )
         context, right = _passages(fields, passage), _answers(fields)
         return {"question": text(fields, "question"), "demos": demos, "context": context, "right": right}
@@ -67,9 +67,10 @@ class Demos:
         qid = text(fields, "qid")
         known = self.asked if len(self.all) > 2 * len(self.asked) else {qid}
         passage = titled if "title" in _held(fields)[0] else untitled
-        drawn = _drawn([one for one in self.all if one.get("qid") not in known], "qid", qid)
+        drawn = _drawn([demo for demo in self.all if demo.get("qid") not in known], "qid", qid)
         demos = "".join(
-            f"{_passages(one, passage)}\n\nQuery: {text(one, 'query')}\nRanking: {_ranking(one)}\n\n" for one in drawn
+            f"{_passages(demo, passage)}\n\nQuery: {text(demo, 'query')}\nRanking: {_ranking(demo)}\n\n"
+            for demo in drawn
         )
         context, right = _passages(fields, passage), [_ranking(fields)]
         return {"question": text(fields, "query"), "demos": demos, "context": context, "right": right}
@@ -80,12 +81,12 @@ def _drawn(shown: Sequence[dict[str, Any]], key: str, value: str) -> list[dict[s
     import numpy
 
     seed = int(hashlib.sha256(value.encode()).hexdigest(), 16) % SEEDS
-    found: dict[str, dict[str, Any]] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     for place in numpy.random.default_rng(seed).permutation(len(shown)):
-        found.setdefault(str(shown[place].get(key)), shown[place])
-    if len(found) < SHOTS:
-        raise ValueError(f"the file of --demos has {SHOTS} examples with another {key} or more, got {len(found)}")
-    return list(found.values())[:SHOTS]
+        distinct.setdefault(str(shown[place].get(key)), shown[place])
+    if len(distinct) < SHOTS:
+        raise ValueError(f"the file of --demos has {SHOTS} examples with another {key} or more, got {len(distinct)}")
+    return list(distinct.values())[:SHOTS]
 
 
 def popularity(fields: Mapping[str, Any]) -> float:
@@ -99,10 +100,10 @@ def relevance(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _held(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    held = fields.get("ctxs")
-    if not isinstance(held, list) or not held or not all(isinstance(passage, dict) for passage in held):
-        raise ValueError(f"ctxs are a list of passages, each an object, got {reprlib.repr(held)}")
-    return held
+    passages = fields.get("ctxs")
+    if not isinstance(passages, list) or not passages or not all(isinstance(passage, dict) for passage in passages):
+        raise ValueError(f"ctxs are a list of passages, each an object, got {reprlib.repr(passages)}")
+    return passages
 
 
 def _passages(fields: Mapping[str, Any], template: str) -> str:
@@ -123,4 +124,4 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _flat(value: Any) -> Any:
     """Answers that stand in lists of lists, as HELMET takes them, in one list."""
-    return [one for item in value for one in _flat(item)] if isinstance(value, list) else [value]
+    return [leaf for item in value for leaf in _flat(item)] if isinstance(value, list) else [value]

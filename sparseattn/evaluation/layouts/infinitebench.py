@@ -42,21 +42,24 @@ HOLE = "\0context\0"  # stands for the context while a template is filled
 
 def _values(task: str, fields: Mapping[str, Any]) -> dict[str, str]:
     """Return what a template of the task is filled with, besides the context."""
-    asked = optional_text(fields, "input")
+    question = optional_text(fields, "input")
     if task in CHOICES:
         options = texts(fields, "options", 4)
-        return {"question": asked, **{f"OPTION_{letter}": text_ for letter, text_ in zip("ABCD", options, strict=True)}}
+        return {
+            "question": question,
+            **{f"OPTION_{letter}": text_ for letter, text_ in zip("ABCD", options, strict=True)},
+        }
     if task == "code_run":
-        calls = re.findall(r"func_[0-9]+\(-?[0-9]+\)", asked)
+        calls = re.findall(r"func_[0-9]+\(-?[0-9]+\)", question)
         if not calls:
-            raise ValueError(f"input of code_run names a call such as func_1(-2), got {asked!r}")
+            raise ValueError(f"input of code_run names a call such as func_1(-2), got {question!r}")
         return {"func": calls[0].partition("(")[0], "func_call": calls[0]}
     if task == "math_find":
-        sought = re.findall(r"The .+ of", asked)
+        sought = re.findall(r"The .+ of", question)
         if not sought:
-            raise ValueError(f'input of math_find holds "The ... of", got {asked!r}')
-        return {"prefix": f"What is {sought[0].lower()[:-3]} in the following list?", "input": asked}
-    return {"input": asked, "question": asked}
+            raise ValueError(f'input of math_find holds "The ... of", got {question!r}')
+        return {"prefix": f"What is {sought[0].lower()[:-3]} in the following list?", "input": question}
+    return {"input": question, "question": question}
 
 
 def label_of(task: str, fields: Mapping[str, Any]) -> Any:
@@ -66,13 +69,13 @@ def label_of(task: str, fields: Mapping[str, Any]) -> Any:
     """
     value = fields.get("answer")
     if task in CHOICES:
-        held = [value] if isinstance(value, str) else value
+        parts = [value] if isinstance(value, str) else value
         options = texts(fields, "options", 4)
-        if isinstance(held, list) and len(held) == 2 and held[1] in ("A", "B", "C", "D"):
-            return held
-        if not isinstance(held, list) or len(held) != 1 or held[0] not in options:
+        if isinstance(parts, list) and len(parts) == 2 and parts[1] in ("A", "B", "C", "D"):
+            return parts
+        if not isinstance(parts, list) or len(parts) != 1 or parts[0] not in options:
             raise ValueError(f"the answer of {task} is one of the options, got {value!r}")
-        return [held[0], "ABCD"[options.index(held[0])]]
+        return [parts[0], "ABCD"[options.index(parts[0])]]
     if task in NUMBERS:
         numbers = _numbers(value)
         if task == "math_calc" and (not isinstance(numbers, list) or not numbers or numbers[0] in (None, [])):
@@ -109,8 +112,8 @@ def _open(setup: Setup) -> Reader:
             prompt = templates[task].format(context=HOLE, **_values(task, fields))
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             raise ValueError(f"the file of prompts has no usable template of {task}: {error!r}") from None
-        before, found, question = prompt.partition(HOLE)
-        if not found or HOLE in question:
+        before, hole, question = prompt.partition(HOLE)
+        if not hole or HOLE in question:
             raise ValueError(f"the template of {task} has the context once")
         right = answers({"answer": _flat(label)}, "answer")
         return Example(
@@ -131,7 +134,7 @@ def _open(setup: Setup) -> Reader:
 
 def _flat(label: Any) -> list[Any]:
     """Return the entries of a label, however deep its lists are."""
-    return [one for item in label for one in _flat(item)] if isinstance(label, (list, tuple)) else [label]
+    return [leaf for item in label for leaf in _flat(item)] if isinstance(label, (list, tuple)) else [label]
 
 
 def _fits(line: Line) -> bool:

@@ -25,15 +25,15 @@ def conversation(value: Any) -> tuple[tuple[str, str], ...]:
     turns = parse(value) if isinstance(value, str) else value
     if not isinstance(turns, list) or len(turns) < 2:
         raise ValueError("a prompt is a conversation of two turns or more, as JSON: [{role, content}, ...]")
-    found = []
+    messages = []
     for number, turn in enumerate(turns, 1):
         whole = isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
         if not whole or set(turn) != {"role", "content"}:
             raise ValueError(f"turn {number} of the prompt is a role, of {', '.join(ROLES)}, and a text as its content")
-        found.append((turn["role"], turn["content"]))
-    if found[-1][0] != "user":
-        raise ValueError(f"the last turn of the prompt is the user's, got {found[-1][0]}")
-    return tuple(found)
+        messages.append((turn["role"], turn["content"]))
+    if messages[-1][0] != "user":
+        raise ValueError(f"the last turn of the prompt is the user's, got {messages[-1][0]}")
+    return tuple(messages)
 
 
 def _open(setup: Setup) -> Reader:

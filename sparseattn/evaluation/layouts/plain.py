@@ -49,10 +49,10 @@ def _open(setup: Setup) -> Reader:
 
 
 def _lead(fields: Mapping[str, Any]) -> str:
-    held = [name for name in LEADS if fields.get(name)]
-    if len(held) > 1:
-        raise ValueError(f"an answer has one beginning, got {' and '.join(held)}")
-    return optional_text(fields, held[0]) if held else ""
+    leads = [name for name in LEADS if fields.get(name)]
+    if len(leads) > 1:
+        raise ValueError(f"an answer has one beginning, got {' and '.join(leads)}")
+    return optional_text(fields, leads[0]) if leads else ""
 
 
 def _two_parts(fields: Mapping[str, Any], template: str) -> tuple[str, str]:

@@ -92,16 +92,16 @@ def read_prompts(path: Path, setup: Setup | None = None, layout: str | None = No
     """
     setup = replace(setup or Setup(path), path=path)
     known, task = (None, None) if layout is None else layout_named(layout)
-    found = list(lines(path))
-    if not found:
+    every = list(lines(path))
+    if not every:
         raise ValueError(f"{path} holds no prompt")
-    used = known or _guessed(found)
+    used = known or _guessed(every)
     try:
         reader = used.open(replace(setup, task=task))
     except ValueError as error:
         raise ValueError(f"{path} is of the layout {used.name}: {error}") from None
     examples = []
-    for line in found:
+    for line in every:
         try:
             _check_fields(line, used)
             made = reader(line)
@@ -112,9 +112,9 @@ def read_prompts(path: Path, setup: Setup | None = None, layout: str | None = No
             place |= {} if made.limit is None else {"limit": made.limit}
             examples.append(replace(made, meta={**place, **made.meta}))
     if not examples:
-        raise ValueError(f"{path} holds no prompt of the layout {used.name}: it leaves all {len(found)} lines out")
+        raise ValueError(f"{path} holds no prompt of the layout {used.name}: it leaves all {len(every)} lines out")
     check_metrics({example.scoring for example in examples})
-    return PromptFile(path, used.name, known is None, examples, len(found) - len(examples))
+    return PromptFile(path, used.name, known is None, examples, len(every) - len(examples))
 
 
 def layout_of(line: Line) -> Layout:
@@ -122,13 +122,13 @@ def layout_of(line: Line) -> Layout:
     return next(layout for layout in LAYOUTS.values() if layout.fits(line))
 
 
-def _guessed(found: Sequence[Line]) -> Layout:
-    first = layout_of(found[0])
-    for line in found:
+def _guessed(every: Sequence[Line]) -> Layout:
+    first = layout_of(every[0])
+    for line in every:
         if (other := layout_of(line)) is not first:
             raise ValueError(
                 f"{line.path}, line {line.number}: its fields are those of the layout {other.name}, and those of line "
-                f"{found[0].number} of {first.name}: a file has lines of one layout, say which with --layout"
+                f"{every[0].number} of {first.name}: a file has lines of one layout, say which with --layout"
             )
     return first
 

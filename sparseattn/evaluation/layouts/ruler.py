@@ -45,11 +45,11 @@ def split(prompt: str, task: str) -> tuple[str, str]:
 
 def lead_of(fields: Mapping[str, Any]) -> str:
     """Return how the answer begins, with what separates it from the prompt."""
-    held = [name for name in LEADS if fields.get(name)]
-    if len(held) > 1:
-        raise ValueError(f"an answer has one beginning, got {' and '.join(held)}")
-    lead = optional_text(fields, held[0]) if held else ""
-    return f" {lead}" if held == ["gen_prefix"] else lead
+    leads = [name for name in LEADS if fields.get(name)]
+    if len(leads) > 1:
+        raise ValueError(f"an answer has one beginning, got {' and '.join(leads)}")
+    lead = optional_text(fields, leads[0]) if leads else ""
+    return f" {lead}" if leads == ["gen_prefix"] else lead
 
 
 def _open(setup: Setup) -> Reader:

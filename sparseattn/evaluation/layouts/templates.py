@@ -59,12 +59,12 @@ def load(published: Published, setup: Setup) -> Templates:
     """
     path = _found(published, setup)
     data = path.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
+    digest = hashlib.sha256(data).hexdigest()
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start} is 0x{data[error.start]:02x})") from None
-    facts = {"templates": published.path, "templates_sha256": found, "templates_checked": found == published.sha256}
+    facts = {"templates": published.path, "templates_sha256": digest, "templates_checked": digest == published.sha256}
     return Templates(text, facts)
 
 
@@ -93,8 +93,8 @@ def python_value(text: str, name: str) -> Any:
     Raises:
         ValueError: no such name, or another kind of value.
     """
-    for found, value in assignments(tree(text)):
-        if found == name:
+    for target, value in assignments(tree(text)):
+        if target == name:
             return value
     raise ValueError(f"the file of prompts assigns no literal to {name}")
 
@@ -113,7 +113,7 @@ def assignments(node: ast.AST) -> list[tuple[str, Any]]:
     Of `a if b else c` both literals are given, one behind the other.
     """
     known: dict[str, Any] = {}
-    found = []
+    pairs = []
     for statement in ast.walk(node):
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             continue
@@ -122,8 +122,8 @@ def assignments(node: ast.AST) -> list[tuple[str, Any]]:
             if isinstance(target, ast.Name):
                 with contextlib.suppress(ValueError):
                     known[target.id] = _literal(part, known)
-                    found.append((target.id, known[target.id]))
-    return found
+                    pairs.append((target.id, known[target.id]))
+    return pairs
 
 
 def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:

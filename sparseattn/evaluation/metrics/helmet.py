@@ -19,10 +19,10 @@ DIGITS = 5  # to which its code rounds a ranking's score
 
 def parsed(response: str, begun: str = "Answer:") -> str:
     """Return what stands behind the first `begun` up to the line's end, or the first line where there is none."""
-    found = re.search(f"(?:{begun})(.*)(?:\n|$)", response, re.IGNORECASE) or re.search("^(.*)(?:\n|$)", response)
-    if found is None:
+    match = re.search(f"(?:{begun})(.*)(?:\n|$)", response, re.IGNORECASE) or re.search("^(.*)(?:\n|$)", response)
+    if match is None:
         return response
-    return re.sub(f"^{re.escape(begun)}", "", found[1].strip(), flags=re.IGNORECASE).strip()
+    return re.sub(f"^{re.escape(begun)}", "", match[1].strip(), flags=re.IGNORECASE).strip()
 
 
 def substring_match(response: str, answers: Sequence[str], reference: Mapping[str, Any]) -> float:
@@ -41,7 +41,7 @@ def ruler_recall(response: str, answers: Sequence[str], reference: Mapping[str, 
 def ranking(response: str) -> list[str]:
     """Return the documents of a response's longest chain of numbers and ">", each once, best first."""
     text = re.sub(r"[\[\]:]", "", response).lower().replace("id", "")
-    chains = [found[0] for found in re.finditer(r"(\d+)(?:\s*>\s*(\d+))*", text)]
+    chains = [match[0] for match in re.finditer(r"(\d+)(?:\s*>\s*(\d+))*", text)]
     longest = max(chains, key=len, default="")
     ids = [number.strip() for number in longest.split(">")] if longest else [text]
     return list(dict.fromkeys(name for name in ids if not longest or name.isdigit()))

@@ -60,12 +60,12 @@ def code_debug(response: str, label: Any) -> float:
 
 def math_find(response: str, label: Any) -> float:
     """1 if the response's first number is the label."""
-    wanted, found = _first(label), _NUMBER.search(response)
-    if found is None:
+    wanted, number = _first(label), _NUMBER.search(response)
+    if number is None:
         return 0.0
     if isinstance(wanted, int):
-        return float("." not in found[0] and int(found[0]) == wanted)
-    return float(float(found[0]) == wanted)
+        return float("." not in number[0] and int(number[0]) == wanted)
+    return float(float(number[0]) == wanted)
 
 
 def longdialogue_qa_eng(response: str, label: Any) -> float:
@@ -83,9 +83,9 @@ def longbook_choice_eng(response: str, label: Any) -> float:
     if text in label:
         return 1.0
     text = re.sub(" {2,}", " ", _blank(text, "\n\"'.,?!{}"))
-    found = _behind(text, ("answer is:", "answer:", "answer is", "option is"), label)
-    if found is not None:
-        return found
+    choice = _behind(text, ("answer is:", "answer:", "answer is", "option is"), label)
+    if choice is not None:
+        return choice
     first = next((word for word in text.split() if word in "ABCD"), None)
     return float(first is not None and first in label)
 

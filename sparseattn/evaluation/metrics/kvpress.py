@@ -34,8 +34,8 @@ def longdialogue_qa_eng(response: str, label: Any) -> float:
 
 def longbook_choice_eng(response: str, label: Any) -> float:
     """1 if the last letter that stands alone in the first line with one is right, else InfiniteBench's own."""
-    found = _LAST_LETTER.search(response.strip())
-    if found is not None and found[0] in label:
+    letter = _LAST_LETTER.search(response.strip())
+    if letter is not None and letter[0] in label:
         return 1.0
     return infinitebench.longbook_choice_eng(response, label)
 

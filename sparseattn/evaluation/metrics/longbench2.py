@@ -13,8 +13,8 @@ def letter(response: str) -> str | None:
     """Return the letter in "The correct answer is (X)", or without brackets where no such letter has them; None:
     neither."""
     plain = response.replace("*", "")
-    found = re.search(rf"{SAYS}\(([A-D])\)", plain) or re.search(rf"{SAYS}([A-D])", plain)
-    return found[1] if found else None
+    match = re.search(rf"{SAYS}\(([A-D])\)", plain) or re.search(rf"{SAYS}([A-D])", plain)
+    return match[1] if match else None
 
 
 def accuracy(response: str, answers: Sequence[str], reference: Mapping[str, Any]) -> float:

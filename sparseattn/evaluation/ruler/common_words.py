@@ -51,9 +51,9 @@ class CommonWords:
         context, answers = self._listed(shown, *repeats)
         example = self._prompt(context, answers, shown)
         context, answers = self._listed(n, *(SHORT_REPEATS if short else REPEATS))
-        asked = self._prompt(context, answers, n)
+        question = self._prompt(context, answers, n)
         before = f"{example.context}{example.question} {_numbered(example.answers)}\n"
-        return replace(asked, context=before + asked.context)
+        return replace(question, context=before + question.context)
 
     def _prompt(self, context: str, answers: Sequence[str], n: int) -> RulerPrompt:
         head, ask, lead = COMMON_WORDS.head, COMMON_WORDS.ask, COMMON_WORDS.lead

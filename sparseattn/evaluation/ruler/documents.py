@@ -52,11 +52,11 @@ def read_questions(path: str | os.PathLike[str]) -> Questions:
         ValueError: no JSON, or none of the two forms.
     """
     try:
-        held = parse(Path(path).read_bytes(), finite=False, once=False)
-        if isinstance(held, Mapping) and isinstance(held.get("data"), list):
-            documents, questions = _squad(held["data"])
-        elif isinstance(held, list):
-            documents, questions = _hotpotqa(held)
+        content = parse(Path(path).read_bytes(), finite=False, once=False)
+        if isinstance(content, Mapping) and isinstance(content.get("data"), list):
+            documents, questions = _squad(content["data"])
+        elif isinstance(content, list):
+            documents, questions = _hotpotqa(content)
         else:
             raise ValueError('an object with a list "data" (SQuAD) or a list of questions (HotpotQA), it is neither')
     except JsonError as error:
@@ -80,11 +80,11 @@ def _squad(articles: Sequence[Any]) -> tuple[list[str], list[DocumentQuestion]]:
         article_numbers = [numbers[paragraph["context"]] for paragraph in article["paragraphs"]]
         for paragraph in article["paragraphs"]:
             own = numbers[paragraph["context"]]
-            near = tuple(number for number in article_numbers if number != own)
-            for one in paragraph["qas"]:
-                if not one.get("is_impossible", False):  # SQuAD 1.1 does not say
-                    answers = [answer["text"] for answer in one["answers"]]
-                    questions.append(_question(one["question"], answers, (own,), near))
+            same_article = tuple(number for number in article_numbers if number != own)
+            for question in paragraph["qas"]:
+                if not question.get("is_impossible", False):  # SQuAD 1.1 does not say
+                    answers = [answer["text"] for answer in question["answers"]]
+                    questions.append(_question(question["question"], answers, (own,), same_article))
     return documents, questions
 
 
@@ -98,10 +98,16 @@ def _hotpotqa(items: Sequence[Any]) -> tuple[list[str], list[DocumentQuestion]]:
     ]
 
 
-def _question(words: Any, answers: Sequence[Any], own: tuple[int, ...], near: tuple[int, ...] = ()) -> DocumentQuestion:
-    if not isinstance(words, str) or not answers or not all(isinstance(one, str) and one.strip() for one in answers):
+def _question(
+    words: Any, answers: Sequence[Any], own: tuple[int, ...], same_article: tuple[int, ...] = ()
+) -> DocumentQuestion:
+    if (
+        not isinstance(words, str)
+        or not answers
+        or not all(isinstance(answer, str) and answer.strip() for answer in answers)
+    ):
         raise ValueError(f"a question is text with one answer or more, got {words!r} and {list(answers)!r}")
-    return DocumentQuestion(words, tuple(answers), own, near)
+    return DocumentQuestion(words, tuple(answers), own, same_article)
 
 
 class Documents:
@@ -128,7 +134,7 @@ class Documents:
 
         each = room.tokens(first(STEP)) / STEP
         number = largest(first, room, STEP, int(room.most / each * 3))
-        yield from fitted(self.draw, room, number, STEP, max(len(one.own) for one in self.questions))
+        yield from fitted(self.draw, room, number, STEP, max(len(question.own) for question in self.questions))
 
     def draw(self, n: int, sample: int) -> RulerPrompt:
         """Return a prompt of n documents for the question of that number."""
@@ -148,10 +154,10 @@ class Documents:
         return RulerPrompt(QUESTIONS.head + context, ask + QUESTIONS.lead, QUESTIONS.lead, question.answers, n)
 
     def _chosen(self, question: DocumentQuestion, n: int) -> list[int]:
-        own, near = list(question.own), list(question.near)
+        own, same_article = list(question.own), list(question.near)
         more = n - len(own)
-        if more <= len(near):
-            return own + self.random.sample(near, more)
-        known = {*own, *near}
+        if more <= len(same_article):
+            return own + self.random.sample(same_article, more)
+        known = {*own, *same_article}
         others = [number for number in range(len(self.documents)) if number not in known]
-        return own + near + self.random.sample(others, more - len(near))
+        return own + same_article + self.random.sample(others, more - len(same_article))

@@ -54,10 +54,10 @@ class Needles:
             needles += [NEEDLE.format(kind=hidden.values, key=keys[-1], value=value) for value in values[-1]]
         random.Random(self.seed).shuffle(needles)
         context = self._in_text(n, needles) if self.text is not None else self._in_lines(n, needles)
-        asked = self.random.sample(range(hidden.named), hidden.asked)
-        *before, last = (keys[i] for i in asked)
+        chosen = self.random.sample(range(hidden.named), hidden.asked)
+        *before, last = (keys[i] for i in chosen)
         query = f"{', '.join(before)}, and {last}" if before else last
-        answers = tuple(value for i in asked for value in values[i])
+        answers = tuple(value for i in chosen for value in values[i])
         head, ask, lead = (words.format(kind=self._kind, query=query) for words in self._words)
         return RulerPrompt(head + context, ask + lead, lead, answers, n)
 

@@ -167,10 +167,10 @@ def distinct(make: Callable[[], str]) -> Callable[[], str]:
     seen: set[str] = set()
 
     def new() -> str:
-        while (one := make()) in seen:
+        while (made := make()) in seen:
             pass
-        seen.add(one)
-        return one
+        seen.add(made)
+        return made
 
     return new
 

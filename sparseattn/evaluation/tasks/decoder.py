@@ -86,8 +86,8 @@ class ModelDecoder:
         """Whether the model has layers with an index of their own, which only a selector keeps from its choice."""
         from sparseattn.models.sparse_cache import SparseCache
 
-        found = SparseCache(self.model, "window", None, **self.settings).prepared.layers
-        return any(layer.index is not None for layer in found.values())
+        layers = SparseCache(self.model, "window", None, **self.settings).prepared.layers
+        return any(layer.index is not None for layer in layers.values())
 
     def check_layers(self, layers: Sequence[int], what: str) -> None:
         """ModelError where not all of `layers` can be sparse."""

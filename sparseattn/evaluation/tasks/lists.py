@@ -18,13 +18,15 @@ LEAST = 60  # words from which on the third and the fourth differ in their count
 
 def _records(depth: float, draw: random.Random, filler: Filler) -> Draft:
     key, value = distinct(lambda: letters(draw, 6)), distinct(lambda: digits(draw, 6))
-    asked, answer = key(), value()
+    wanted, answer = key(), value()
     records = cached(lambda: f"{key()}:{value()}")
 
     def build(n: int) -> str:
-        return "Every line is a key and its value.\n" + "\n".join(insert(records(n), f"{asked}:{answer}", depth)) + "\n"
+        return (
+            "Every line is a key and its value.\n" + "\n".join(insert(records(n), f"{wanted}:{answer}", depth)) + "\n"
+        )
 
-    return Draft(build, f"What is the value of {asked}?\n{asked}:", (answer,), lead=f"{asked}:")
+    return Draft(build, f"What is the value of {wanted}?\n{wanted}:", (answer,), lead=f"{wanted}:")
 
 
 def _words(depth: float, draw: random.Random, filler: Filler) -> Draft:

@@ -57,9 +57,9 @@ def _variables(depth: float, draw: random.Random, filler: Filler) -> Draft:
         names, value = [name() for _ in range(HOPS + 1)], number()
         chains.append((names, value))
         places = sorted(draw.random() for _ in names)  # a variable is assigned before it is read
-        told = [f"VAR {names[0]} = {value}."]
-        told += [f"VAR {after} = VAR {before}." for before, after in pairwise(names)]
-        lines += zip(places, told, strict=True)
+        statements = [f"VAR {names[0]} = {value}."]
+        statements += [f"VAR {after} = VAR {before}." for before, after in pairwise(names)]
+        lines += zip(places, statements, strict=True)
     lines.sort()
     sentences = cached(filler(draw))
 

@@ -79,10 +79,10 @@ def is_word(piece: str) -> bool:
     return re.search(r"\w", piece) is not None
 
 
-def places(wanted: Sequence[str], held: Sequence[str]) -> list[int]:
-    """Where the pieces `wanted` stand in `held`, one behind the other."""
+def places(wanted: Sequence[str], pieces: Sequence[str]) -> list[int]:
+    """Where the pieces `wanted` stand in `pieces`, one behind the other."""
     wanted, n = list(wanted), len(wanted)
-    return [i for i in range(len(held) - n + 1) if list(held[i : i + n]) == wanted]
+    return [i for i in range(len(pieces) - n + 1) if list(pieces[i : i + n]) == wanted]
 
 
 def _value(number: str) -> str:

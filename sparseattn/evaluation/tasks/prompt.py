@@ -49,14 +49,14 @@ class Prompt:
             ValueError: naming the `option` that `longest` was given to: question and answer leave no room for 2 tokens
                 of the context.
         """
-        asked = len(self.question) + self.limit
-        room = longest - asked
+        spare = len(self.question) + self.limit
+        room = longest - spare
         if len(self.context) <= room:
             return self
         if room < 2:
             raise ValueError(
                 f"{self.name} has {len(self.question)} tokens of a question and {self.limit} of an answer: {option} is "
-                f"{asked + min(len(self.context), 2)} or more, got {longest}"
+                f"{spare + min(len(self.context), 2)} or more, got {longest}"
             )
         head, foot = self.context[: room // 2], self.context[-(room - room // 2) :]
         words = tokens.text(head[len(tokens.before) :]) + tokens.text(foot)
@@ -96,16 +96,16 @@ class Prompt:
             place += (self.example.scoring, sorted(self.example.reference.items()))
         return hashlib.sha256(repr(place).encode()).hexdigest()[:16]
 
-    def protocols(self, asked: Sequence[str]) -> Sequence[str]:
-        """Those of `asked` that fit this prompt."""
-        return asked if self.example is not None else (FORCED,)
+    def protocols(self, wanted: Sequence[str]) -> Sequence[str]:
+        """Those of `wanted` that fit this prompt."""
+        return wanted if self.example is not None else (FORCED,)
 
-    def keys(self, asked: Sequence[str], methods: Sequence[Compared]) -> list[Key]:
+    def keys(self, wanted: Sequence[str], methods: Sequence[Compared]) -> list[Key]:
         """Return the keys of its records, in the order in which `measure` makes them."""
         name = (self.facts["task"], self.hash)
         return [
             (*name, protocol, method.label, method.written, method.source, method.where)
-            for protocol in self.protocols(asked)
+            for protocol in self.protocols(wanted)
             for method in methods
         ]
 

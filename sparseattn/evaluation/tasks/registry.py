@@ -48,10 +48,10 @@ def example(
     kind = TASKS[task]
     depth = float(depth) if kind.uses_depth else 0.0
     draft = kind.draft(depth, draws("task", task, length, str(depth), seed), filler)
-    asked = count(draft.question) + spare
-    n = fitting(draft.build, length - asked, count)
+    question = count(draft.question) + spare
+    n = fitting(draft.build, length - question, count)
     if n < draft.least:
-        least = count(draft.build(draft.least)) + asked
+        least = count(draft.build(draft.least)) + question
         raise ValueError(f"a {task} prompt with seed {seed} has at least {least} tokens, got a length of {length}")
     meta = {"length": length, "depth": depth if kind.uses_depth else None, "seed": seed, "distractors": n}
     return Example(task, draft.build(n), draft.question, draft.answers, kind.scoring, meta, draft.others, draft.lead)

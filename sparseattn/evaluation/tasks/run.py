@@ -130,7 +130,7 @@ def measure(
         at = _dense_tokens(protocol, len(prompt.question))
         first: int | None = None  # token of the answer, where the dense prefill gives it
         dense: Tensor | None = None  # [n,V] of full attention: not in records, so made again where they are continued
-        for (_, layers), group in itertools.groupby(wanted, lambda one: (one[1].label, one[1].layers)):
+        for (_, layers), group in itertools.groupby(wanted, lambda method: (method[1].label, method[1].layers)):
             if prefill is None:
                 began = time.perf_counter()
                 prefill = decoder.read(prompt.context)

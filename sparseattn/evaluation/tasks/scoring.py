@@ -55,8 +55,8 @@ def ruler(scoring: str, response: str, answers: Sequence[str]) -> float | None:
     As in its code, an answer is held where its characters stand in the response, upper or lower case, within longer
     words too, and values that were not asked for cost nothing. None for scorings that RULER does not have.
     """
-    held = [answer.lower() in response.lower() for answer in answers]
-    return {"all": sum(held) / len(held), "part": float(any(held))}.get(scoring)
+    said = [answer.lower() in response.lower() for answer in answers]
+    return {"all": sum(said) / len(said), "part": float(any(said))}.get(scoring)
 
 
 def first_line(response: str) -> str:

@@ -70,17 +70,19 @@ class Asked:
         """
         self._before = self._counted()
         coming = (prompt for prompt in prompts if self._key(prompt) not in known)
-        asked: dict[Future[Answer], Prompt] = {}
+        waiting: dict[Future[Answer], Prompt] = {}
         with self.server.asking(self.concurrency) as ask:
             while True:
-                while len(asked) < AHEAD * self.concurrency and (prompt := next(coming, None)) is not None:
-                    asked[ask(self._question(prompt))] = prompt
-                if not asked:
+                while len(waiting) < AHEAD * self.concurrency and (prompt := next(coming, None)) is not None:
+                    waiting[ask(self._question(prompt))] = prompt
+                if not waiting:
                     return
-                done, _ = wait(asked, return_when=FIRST_COMPLETED)
-                for future in sorted(done, key=lambda one: one.exception() is not None):  # keep what is there first
+                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in sorted(
+                    done, key=lambda answered: answered.exception() is not None
+                ):  # keep what is there first
                     answer = future.result()
-                    yield self._record(asked.pop(future), answer)
+                    yield self._record(waiting.pop(future), answer)
 
     def _counted(self) -> Activity | None:
         """Return what the server has counted so far; None where it is no server of `sparseattn serve`."""
@@ -99,13 +101,13 @@ class Asked:
         return key
 
     def _question(self, prompt: Prompt) -> Question:
-        one = prompt.example
-        assert one is not None
-        turn = one.turn() if self.chat else None
+        example = prompt.example
+        assert example is not None
+        turn = example.turn() if self.chat else None
         if turn is None:
-            return Question(prompt.name, one.context + one.question, None, prompt.limit, ending(one))
-        text = turn.user if turn.before else one.context + turn.user
-        return Question(prompt.name, text, turn.begun, prompt.limit, ending(one), turn.before)
+            return Question(prompt.name, example.context + example.question, None, prompt.limit, ending(example))
+        text = turn.user if turn.before else example.context + turn.user
+        return Question(prompt.name, text, turn.begun, prompt.limit, ending(example), turn.before)
 
     def _record(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
         """With seconds to the first token and to the end, tokens of the response, and attempts that it took."""
@@ -124,6 +126,6 @@ class Asked:
 
 def whole_line(text: str) -> str:
     """Return a text as far as its first line that holds something, and that line's end."""
-    found = re.match(r"\s*[^\n]*\n?", text)
-    assert found is not None
-    return found[0]
+    line = re.match(r"\s*[^\n]*\n?", text)
+    assert line is not None
+    return line[0]

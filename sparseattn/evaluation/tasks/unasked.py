@@ -28,19 +28,19 @@ def unasked(response: str, answers: Sequence[str], others: Sequence[str] = ()) -
         answers: what was asked for.
         others: values that are known to be wrong, such as the same kind of value elsewhere in the context.
     """
-    held = pieces(response)
-    marks = _marks(held, answers, others)
-    first = next((i for i, mark in enumerate(marks) if mark != FREE), len(held))
-    if ":" in held[:first]:
-        start = held.index(":") + 1
-        held, marks = held[start:], marks[start:]
+    said = pieces(response)
+    marks = _marks(said, answers, others)
+    first = next((i for i, mark in enumerate(marks) if mark != FREE), len(said))
+    if ":" in said[:first]:
+        start = said.index(":") + 1
+        said, marks = said[start:], marks[start:]
     wrong = {" ".join(pieces(bare(others[mark - 1]))) for mark in marks if mark > ASKED}
-    asked = [pieces(bare(answer)) for answer in answers]
-    if all(len(answer) == 1 and is_number(answer[0]) for answer in asked):
-        return wrong | _numbers(held, marks)
-    numbers = any(is_number(piece) for answer in asked for piece in answer)
-    longest = max(sum(map(is_word, answer)) for answer in asked)
-    for separator, group in groupby(zip(held, marks, strict=True), _separates):
+    wanted = [pieces(bare(answer)) for answer in answers]
+    if all(len(answer) == 1 and is_number(answer[0]) for answer in wanted):
+        return wrong | _numbers(said, marks)
+    numbers = any(is_number(piece) for answer in wanted for piece in answer)
+    longest = max(sum(map(is_word, answer)) for answer in wanted)
+    for separator, group in groupby(zip(said, marks, strict=True), _separates):
         if not separator:
             wrong |= _item(list(group), longest, numbers)
     return wrong
@@ -50,26 +50,26 @@ def _separates(piece: tuple[str, int]) -> bool:
     return piece[1] == FREE and piece[0] in SEPARATORS
 
 
-def _marks(held: Sequence[str], answers: Sequence[str], others: Sequence[str]) -> list[int]:
+def _marks(said: Sequence[str], answers: Sequence[str], others: Sequence[str]) -> list[int]:
     """Return what each piece of a response is part of; the longer value where two overlap."""
-    marks = [FREE] * len(held)
+    marks = [FREE] * len(said)
     values = [(pieces(bare(value)), ASKED) for value in answers]
     values += [(pieces(bare(value)), number) for number, value in enumerate(others, 1)]
-    for wanted, mark in sorted(values, key=lambda one: -len(one[0])):
-        for at in places(wanted, held):
-            if all(one == FREE for one in marks[at : at + len(wanted)]):
+    for wanted, mark in sorted(values, key=lambda pair: -len(pair[0])):
+        for at in places(wanted, said):
+            if all(mark == FREE for mark in marks[at : at + len(wanted)]):
                 marks[at : at + len(wanted)] = [mark] * len(wanted)
     return marks
 
 
-def _numbers(held: Sequence[str], marks: Sequence[int]) -> set[str]:
-    counts = held[:1] == ["1"] and held[1:2] in (["."], [")"])
+def _numbers(said: Sequence[str], marks: Sequence[int]) -> set[str]:
+    counts = said[:1] == ["1"] and said[1:2] in (["."], [")"])
     return {
         piece
-        for i, piece in enumerate(held)
+        for i, piece in enumerate(said)
         if marks[i] == FREE
         and is_number(piece)
-        and not (counts and len(piece) < 3 and held[i + 1 : i + 2] in (["."], [")"]))
+        and not (counts and len(piece) < 3 and said[i + 1 : i + 2] in (["."], [")"]))
     }
 
 

@@ -63,15 +63,17 @@ def compact(
     used = (row >= bounds.base) & (row < bounds.sealed[:, None, None])
     row = torch.where(used, row, 0).view(batch, heads, -1)
     sink, recent = int(bounds.sink.max()), int((bounds.rows - bounds.sealed).clamp(min=0).max())
-    near = torch.arange(sink, device=row.device).expand(batch, -1)
+    first_rows = torch.arange(sink, device=row.device).expand(batch, -1)
     late = bounds.sealed.long()[:, None] + torch.arange(recent, device=row.device)
-    row = torch.cat([near[:, None].expand(-1, heads, -1), row, late[:, None].expand(-1, heads, -1)], 2)  # [B,H,N']
+    row = torch.cat(
+        [first_rows[:, None].expand(-1, heads, -1), row, late[:, None].expand(-1, heads, -1)], 2
+    )  # [B,H,N']
 
-    held = [take(store, table, row) for store in (keys, values)]
+    parts = [take(store, table, row) for store in (keys, values)]
     each = chosen // heads
     place = torch.arange(each * slots * span, dtype=torch.int32, device=row.device)[::span].view(each, slots)
     start = place.repeat(heads, 1).expand(batch, -1, -1)
     length = used.view(batch, chosen, slots, span).sum(-1, dtype=torch.int32)
     sealed = torch.full_like(bounds.sealed, sink + each * slots * span)
     zones = Bounds(bounds.sink, sink, sealed, sealed + (bounds.rows - bounds.sealed).clamp(min=0))
-    return held[0], held[1], Selection(start, length, span, bias=selection.bias), zones
+    return parts[0], parts[1], Selection(start, length, span, bias=selection.bias), zones

@@ -47,15 +47,15 @@ def _part(query, size, scale, stored, h, table, spans, zones, parts):
         low = max(start[s], 0)
         rows += max(min(start[s] + min(length[s], span), zone) - low, 0)
     begin, stop = rows * split // splits, rows * (split + 1) // splits
-    asked = np.empty(share * size, np.float32)
+    scaled = np.empty(share * size, np.float32)
     for d in range(share * size):
-        asked[d] = read(query, d) * scale
+        scaled[d] = read(query, d) * scale
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     room = min(BATCH, (stop - begin + TILE - 1) // TILE * TILE)
     key_at, value_at = np.empty(room, np.int64), np.empty(room, np.int64)
     weights = np.empty(share * TILE, np.float32)
     more, extra = np.zeros(room, np.float32), np.float32(0)
-    queries, sums = (asked, share, size), (peak, total, acc)
+    queries, sums = (scaled, share, size), (peak, total, acc)
     filled, passed = 0, 0
     for s in range(slots + 2):
         if s < slots:
@@ -79,9 +79,9 @@ def _part(query, size, scale, stored, h, table, spans, zones, parts):
         for _ in range(first, last):
             if row == block_rows:
                 block, row = block + 1, 0
-            held = np.int64(table[block])
-            key_at[filled] = held * key_steps[0] + h * key_steps[1] + row * key_steps[2]
-            value_at[filled] = held * value_steps[0] + h * value_steps[1] + row * value_steps[2]
+            block_at = np.int64(table[block])
+            key_at[filled] = block_at * key_steps[0] + h * key_steps[1] + row * key_steps[2]
+            value_at[filled] = block_at * value_steps[0] + h * value_steps[1] + row * value_steps[2]
             fetch(keys, key_at[filled], 1)  # where a row lies is looked up now, amid no sums
             fetch(values, value_at[filled], 1)
             more[filled] = extra
@@ -109,7 +109,7 @@ def _attend(query, keys, values, table, spans, zones, splits, outs):
     (start_at, length_at, bias, slots, span), (sink_at, sealed_at, end_at, base) = spans, zones
     out_at, lse_at = outs
     batch, part, many = blocks.shape[0], share * size, 1 << 48
-    asked, out = array_at(asked_kind, asked_at, lists * part), array_at(asked_kind, out_at, lists * part)
+    queries, out = array_at(asked_kind, asked_at, lists * part), array_at(asked_kind, out_at, lists * part)
     rows, others = array_at(key_kind, key_at, many), array_at(value_kind, value_at, many)
     start, length = array_at(np.int32, start_at, lists * slots), array_at(np.int32, length_at, lists * slots)
     sink, sealed = array_at(np.int32, sink_at, batch), array_at(np.int32, sealed_at, batch)
@@ -123,7 +123,7 @@ def _attend(query, keys, values, table, spans, zones, splits, outs):
         h = which % chosen * heads // chosen
         s, q = which * slots, which * part
         _part(
-            asked[q : q + part], size, scale, ((rows, key_steps), (others, value_steps)), h, (blocks[b], block_rows),
+            queries[q : q + part], size, scale, ((rows, key_steps), (others, value_steps)), h, (blocks[b], block_rows),
             (start[s : s + slots], length[s : s + slots], bias[which], span), (sink[b], base, sealed[b], end[b]),
             (split, splits, acc[which, split], peak[which, split], total[which, split]),
         )  # fmt: skip

@@ -54,18 +54,18 @@ def add_tile(queries, keys, values, added, weights, sums):
     comes to the logits of each row, `[TILE]`, how many rows there are, and for how many of these the row `AHEAD` places
     behind is asked for; weights: `[share*TILE]`, to work in.
     """
-    (asked, share, size), (keys, key_at), (values, value_at) = queries, keys, values
+    (scaled, share, size), (keys, key_at), (values, value_at) = queries, keys, values
     (more, count, coming), (peak, total, acc) = added, sums
     fours = share & ~3
     for t in range(count):
         if t < coming:
             fetch(keys, key_at[t + AHEAD], size)
         for g in range(0, fours, 4):
-            a, b, c, e = dot4(asked, g * size, keys, key_at[t], size)
+            a, b, c, e = dot4(scaled, g * size, keys, key_at[t], size)
             at = g * TILE + t
             weights[at], weights[at + TILE], weights[at + 2 * TILE], weights[at + 3 * TILE] = a, b, c, e
         for g in range(fours, share):
-            weights[g * TILE + t] = dot(asked, g * size, keys, key_at[t], size)
+            weights[g * TILE + t] = dot(scaled, g * size, keys, key_at[t], size)
     whole = (count + 3) & ~3
     for t in range(count, whole):  # a row to make up four weighs nothing
         value_at[t] = value_at[0]

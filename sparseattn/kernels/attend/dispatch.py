@@ -194,13 +194,13 @@ def _check(
 def _check_bounds(bounds: Bounds, batch: int, rows: int, device: torch.device) -> None:
     on_host = device.type == "cpu"
     for name in ("sink", "sealed", "rows"):
-        held = getattr(bounds, name)
-        if held.shape != (batch,) or held.dtype != torch.int32 or held.device != device:
+        bound = getattr(bounds, name)
+        if bound.shape != (batch,) or bound.dtype != torch.int32 or bound.device != device:
             raise ValueError(
-                f"bounds.{name} is int32 [B] = [{batch}] on {device}, got {held.dtype} {list(held.shape)} on "
-                f"{held.device}"
+                f"bounds.{name} is int32 [B] = [{batch}] on {device}, got {bound.dtype} {list(bound.shape)} on "
+                f"{bound.device}"
             )
-        numbers = held.tolist() if on_host else []
+        numbers = bound.tolist() if on_host else []
         if numbers and not 0 <= min(numbers) <= max(numbers) <= rows:
             raise ValueError(f"bounds.{name} lies within the {rows} rows of the keys, got {numbers}")
     if not 0 <= bounds.base <= rows:

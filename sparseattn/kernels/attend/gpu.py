@@ -47,8 +47,8 @@ def _used(length, slots):
     first = tl.cdiv(slots, 256) * 256 - 256
     while (first >= 0) & (used == 0):
         slot = first + tl.arange(0, 256)
-        held = tl.load(length + slot, mask=slot < slots, other=0)
-        used = tl.max(tl.where(held > 0, slot + 1, 0), 0)
+        lengths = tl.load(length + slot, mask=slot < slots, other=0)
+        used = tl.max(tl.where(lengths > 0, slot + 1, 0), 0)
         first -= 256
     return used
 
@@ -230,12 +230,12 @@ MOST_SPLITS = 128
 @contextmanager
 def tuned(tile: Tile) -> Iterator[None]:
     """Within it every launch is cut as `tile` says, not as the table does: for measuring what should stand there."""
-    held = dict(TILES)
+    before = dict(TILES)
     TILES.update(dict.fromkeys(TILES, tile))
     try:
         yield
     finally:
-        TILES.update(held)
+        TILES.update(before)
 
 
 def tile_of(itemsize: int, size: int) -> Tile:

@@ -57,8 +57,8 @@ def weights(
     reads = (row >= 0) & (row < (bounds.sealed - bounds.base)[:, None, None])
     row = torch.where(reads, row + bounds.base, keys.shape[2])  # a place behind the last row stands for none
     row = row.unflatten(1, (heads, -1)).expand(-1, -1, group, -1)  # [B,H,G,R]
-    found = torch.nn.functional.pad(of_rows, (0, 1)).gather(-1, row)
-    return found.float().reshape(batch, heads * group, -1, selection.span)
+    listed = torch.nn.functional.pad(of_rows, (0, 1)).gather(-1, row)
+    return listed.float().reshape(batch, heads * group, -1, selection.span)
 
 
 def _softmax(

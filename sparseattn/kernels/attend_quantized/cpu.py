@@ -105,14 +105,14 @@ def _part(query, scale, all_keys, all_values, form, spans, part, sums):
     for s in range(slots):
         rows += max(min(start[s] + min(length[s], span), stored) - max(start[s], 0), 0)
     begin, stop = rows * split // splits, rows * (split + 1) // splits
-    asked, flat = np.empty(share * size, np.float32), query.reshape(-1)
+    scaled, flat = np.empty(share * size, np.float32), query.reshape(-1)
     for d in range(share * size):
-        asked[d] = read(flat, d) * scale
+        scaled[d] = read(flat, d) * scale
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     row_at = np.empty(TILE, np.int64)
     key_at, value_at = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     read_keys, read_values = np.empty(TILE * size, np.float32), np.empty(TILE * size, np.float32)
-    own, held = np.empty(2 * size, np.float32), -1
+    own, levels_of = np.empty(2 * size, np.float32), -1
     weights, more = np.empty(share * TILE, np.float32), np.zeros(TILE, np.float32)
     filled, passed, seen = 0, 0, -1
     for s in range(slots + 1):
@@ -138,9 +138,9 @@ def _part(query, scale, all_keys, all_values, form, spans, part, sums):
             if filled == TILE or (end and row >= last):
                 for t in range(filled):
                     at = row_at[t]
-                    if at // group != held:
-                        held = at // group
-                        _widened(levels, level_base + held * level_step, own, size)
+                    if at // group != levels_of:
+                        levels_of = at // group
+                        _widened(levels, level_base + levels_of * level_step, own, size)
                     key_at[t] = value_at[t] = t * size
                     _key(keys, key_base + at * key_step, own, read_keys, t * size, size, bits)
                     _value(
@@ -148,7 +148,7 @@ def _part(query, scale, all_keys, all_values, form, spans, part, sums):
                         (size, bits, groups),
                     )  # fmt: skip
                 rows_of_tile = (read_keys, key_at), (read_values, value_at)
-                add_tile((asked, share, size), *rows_of_tile, (more, filled, 0), weights, (peak, total, acc))
+                add_tile((scaled, share, size), *rows_of_tile, (more, filled, 0), weights, (peak, total, acc))
                 filled = 0
         if end:
             break

@@ -58,9 +58,11 @@ def _check(query: Tensor, rows: CodedRows, selection: Selection) -> None:
     only_tensors(query=query)
     if not isinstance(rows, CodedRows):
         raise ValueError(f"attend_coded takes rows of a few bits, CodedRows, got {type(rows).__name__}")
-    held = *rows.keys.shape[:2], "G", rows.size
-    if query.ndim != 4 or (*query.shape[:2], "G", query.shape[3]) != held:
-        raise ValueError(f"a query of these rows is [B,H,G,D] = [{', '.join(map(str, held))}], got {list(query.shape)}")
+    wanted = *rows.keys.shape[:2], "G", rows.size
+    if query.ndim != 4 or (*query.shape[:2], "G", query.shape[3]) != wanted:
+        raise ValueError(
+            f"a query of these rows is [B,H,G,D] = [{', '.join(map(str, wanted))}], got {list(query.shape)}"
+        )
     if not query.is_floating_point() or not query.device == rows.keys.device == selection.start.device:
         raise ValueError(
             f"a query is of a floating dtype, on the device of rows and selection, got {query.dtype} on "

@@ -24,12 +24,12 @@ from sparseattn.kernels.attend_quantized.reference import CHANNELS, CodedRows, w
 
 
 @triton.jit
-def _spread(held, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, BITS: tl.constexpr):
+def _spread(packed, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, BITS: tl.constexpr):
     """Codes `[BLOCK,BLOCK_D]` of bytes `[BLOCK,BLOCK_W]`: the channels of the lowest bits first, then the others."""
     if BITS == 8:
-        return held
+        return packed
     shift = (tl.arange(0, 8 // BITS) * BITS).to(tl.uint8)
-    planes = (held[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1)
+    planes = (packed[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1)
     return tl.reshape(planes, [BLOCK, 8 // BITS * BLOCK_W])
 
 
@@ -121,12 +121,12 @@ def attend_codes(
         row = row.to(tl.int64)
         # What is not read becomes zeros: storage may hold anything.
         mask, bytes_read = reads[:, None] & real, reads[:, None] & (j < WIDE)
-        held = tl.load(keys + row[:, None] * key_step_n + j, mask=bytes_read, other=0)  # [BLOCK,BLOCK_W]
+        packed = tl.load(keys + row[:, None] * key_step_n + j, mask=bytes_read, other=0)  # [BLOCK,BLOCK_W]
         held_values = tl.load(values + row[:, None] * value_step_n + j, mask=bytes_read, other=0)
         of_key = key_levels + (row // GROUP)[:, None] * key_level_step_n
         low = tl.load(of_key + d, mask=mask, other=0.0)
         step = tl.load(of_key + D + d, mask=mask, other=0.0)
-        k = _read_back(_spread(held, BLOCK, BLOCK_W, BITS), low, step, kind)  # [BLOCK,BLOCK_D]
+        k = _read_back(_spread(packed, BLOCK, BLOCK_W, BITS), low, step, kind)  # [BLOCK,BLOCK_D]
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_G,BLOCK]
         if bias is not None:
             logits += tl.load(bias + slot, mask=reads, other=0.0) * 1.4426950408889634  # log2 e

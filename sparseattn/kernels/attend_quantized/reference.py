@@ -64,12 +64,12 @@ class CodedRows:
             "value_levels": (batch, heads, rows, 2, -(-size // CHANNELS)),
         }
         for name, shape in wanted.items():
-            held = getattr(self, name)
+            part = getattr(self, name)
             dtype = torch.uint8 if "levels" not in name else self.key_levels.dtype
-            if held.shape != shape or held.dtype != dtype or rows % self.group:
+            if part.shape != shape or part.dtype != dtype or rows % self.group:
                 raise ValueError(
                     f"{name} of {rows} rows of {size} channels in {self.bits} bits, in groups of {self.group}, is "
-                    f"{dtype} {list(shape)}, got {held.dtype} {list(held.shape)}"
+                    f"{dtype} {list(shape)}, got {part.dtype} {list(part.shape)}"
                 )
         if self.key_levels.element_size() != 2 or not self.key_levels.is_floating_point():
             raise ValueError(f"levels are of a 16-bit floating dtype, got {self.key_levels.dtype}")
@@ -184,17 +184,17 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     return out
 
 
-def unpacked(held: Tensor, bits: int, size: int) -> Tensor:
+def unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
     """Codes `[...,D]` uint8 of `[...,W]`."""
     if bits == 8:
-        return held
+        return packed
     last = (1 << bits) - 1
-    return torch.cat([(held >> shift) & last for shift in range(0, 8, bits)], -1)[..., :size]
+    return torch.cat([(packed >> shift) & last for shift in range(0, 8, bits)], -1)[..., :size]
 
 
-def read_rows(held: Tensor, levels: Tensor, bits: int, size: int, channels: int = CHANNELS) -> Tensor:
+def read_rows(packed: Tensor, levels: Tensor, bits: int, size: int, channels: int = CHANNELS) -> Tensor:
     """Return rows `[...,D]` float32 of what `round_rows` gave."""
-    return between(unpacked(held, bits, size), _by_channel(levels, size, channels))
+    return between(unpacked(packed, bits, size), _by_channel(levels, size, channels))
 
 
 def _by_channel(levels: Tensor, size: int, channels: int = CHANNELS) -> Tensor:
@@ -238,8 +238,8 @@ def attend_read(
     spare = torch.where(reads, row, -1).amax(-1, keepdim=True) if row.shape[-1] else row
     keys, values = read(torch.where(reads, row, spare).clamp(min=0))
     values = values.masked_fill((spare < 0)[..., None], 0.0)
-    asked = query.to(wide).reshape(batch, chosen, -1, size) * scale
-    logits = asked @ keys.to(wide).mT  # [B,Hs,G or 1,R]
+    scaled = query.to(wide).reshape(batch, chosen, -1, size) * scale
+    logits = scaled @ keys.to(wide).mT  # [B,Hs,G or 1,R]
     if selection.bias is not None:
         logits = logits + selection.bias.repeat_interleave(selection.span, -1)[:, :, None, : row.shape[-1]]
     logits = logits.masked_fill(~reads[:, :, None], -torch.inf)

@@ -57,10 +57,10 @@ def _part(paired, queries, blocks, form, pages_read, part, sums):
     for i in range(ids.shape[0]):
         pages += ids[i] >= 0
     begin, stop = pages * split // splits, pages * (split + 1) // splits
-    held = stop - begin
-    if held == 0:
+    count = stop - begin
+    if count == 0:
         return
-    places, rows = np.empty(held, np.int64), np.empty(held, np.int64)
+    places, rows = np.empty(count, np.int64), np.empty(count, np.int64)
     n, filled = 0, 0
     for i in range(always.shape[0]):
         if always[i] >= 0:
@@ -76,21 +76,21 @@ def _part(paired, queries, blocks, form, pages_read, part, sums):
                 filled += 1
             n += 1
     in_block = block // page
-    wide = held * page
-    weights, asked = np.empty(SERVED * wide, np.float32), np.empty(SERVED * size, np.float32)
+    wide = count * page
+    weights, scaled = np.empty(SERVED * wide, np.float32), np.empty(SERVED * size, np.float32)
     for first in range(0, share, SERVED):
         served = min(SERVED, share - first)
         for d in range(served * size):
-            asked[d] = read(query, q + first * size + d) * scale
-        for i in range(held):
-            if i + 1 < held and first == 0:
+            scaled[d] = read(query, q + first * size + d) * scale
+        for i in range(count):
+            if i + 1 < count and first == 0:
                 at = places[i + 1] // in_block * block_step + base
                 row = places[i + 1] % in_block * page
                 _ask_for_keys(paired, cache, at + (row * size if paired else row), block, size, page)
             at = places[i] // in_block * block_step + base
             row = places[i] % in_block * page
             key = at + (row * size if paired else row)
-            _page_logits(paired, (cache, key, block, page), (asked, size, served), (weights, i * page, wide))
+            _page_logits(paired, (cache, key, block, page), (scaled, size, served), (weights, i * page, wide))
             for k in range(served):
                 for r in range(rows[i], page):
                     weights[k * wide + i * page + r] = -np.inf
@@ -98,8 +98,8 @@ def _part(paired, queries, blocks, form, pages_read, part, sums):
             highest = peak_of(weights, k * wide, wide)
             peak[first + k] = highest
             total[first + k] = exponentials(weights, k * wide, wide, highest)
-        for i in range(held):
-            if i + 1 < held and first == 0:
+        for i in range(count):
+            if i + 1 < count and first == 0:
                 at = places[i + 1] // in_block * block_step + base + block * size
                 row = places[i + 1] % in_block * page
                 _ask_for_values(paired, cache, at + row * (LANES if paired else size), block, size, page)

@@ -30,17 +30,17 @@ def _widened(builder, pointer, number):
     if number == types.float32:
         return builder.load(builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
     short = ir.VectorType(ir.IntType(16), LANES)
-    held = builder.load(builder.bitcast(pointer, short.as_pointer()), align=2)
+    loaded = builder.load(builder.bitcast(pointer, short.as_pointer()), align=2)
     if number == types.uint16:  # the bits of bfloat16
-        return builder.bitcast(builder.shl(builder.zext(held, WORDS), every(WORDS, 16)), FLOATS)
-    return builder.fpext(builder.bitcast(held, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+        return builder.bitcast(builder.shl(builder.zext(loaded, WORDS), every(WORDS, 16)), FLOATS)
+    return builder.fpext(builder.bitcast(loaded, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
 
 
 def _halves(builder, pointer):
     """Return the first and the second numbers of 16 pairs of bfloat16, as floats."""
-    held = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=2)
-    first = builder.shl(held, every(WORDS, 16))
-    second = builder.and_(held, every(WORDS, 0xFFFF0000))
+    loaded = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=2)
+    first = builder.shl(loaded, every(WORDS, 16))
+    second = builder.and_(loaded, every(WORDS, 0xFFFF0000))
     return builder.bitcast(first, FLOATS), builder.bitcast(second, FLOATS)
 
 
@@ -52,14 +52,14 @@ def _for_heads(builder, served, kind, body):
 
 
 @intrinsic(prefer_literal=True)
-def _logits(typing, pairs, tiles, served, cache, at, step, size, asked, a, out, o, wide):
-    """Products of `tiles` (1 or 2) times 16 rows' keys with `served` (1 to 4) queries `asked[a + k * size:]`, to
+def _logits(typing, pairs, tiles, served, cache, at, step, size, queries, a, out, o, wide):
+    """Products of `tiles` (1 or 2) times 16 rows' keys with `served` (1 to 4) queries `queries[a + k * size:]`, to
     `out[o + k * wide:]`. Keys begin at `cache[at:]`; in columns, a channel is `step` from the next."""
     if not (isinstance(tiles, types.IntegerLiteral) and isinstance(pairs, types.BooleanLiteral)):
         return None
     many_tiles, paired = tiles.literal_value, pairs.literal_value
     if paired and cache.dtype != types.uint16:
-        return types.void(pairs, tiles, served, cache, at, step, size, asked, a, out, o, wide), _nothing
+        return types.void(pairs, tiles, served, cache, at, step, size, queries, a, out, o, wide), _nothing
 
     def code(context, builder, signature, arguments):
         _, _, served_, cache_, at_, step_, size_, asked_, a_, out_, o_, wide_ = arguments
@@ -75,7 +75,7 @@ def _logits(typing, pairs, tiles, served, cache, at, step, size, asked, a, out, 
             def add(rows, channel):
                 for k in range(many):
                     place = builder.add(builder.add(a_, builder.mul(size_, number(k))), channel)
-                    x = splat(builder, builder.load(place_in(context, builder, asked, asked_, place)), FLOATS)
+                    x = splat(builder, builder.load(place_in(context, builder, queries, asked_, place)), FLOATS)
                     for t in range(many_tiles):
                         total = totals[t][k]
                         builder.store(times_plus(builder, rows[t], x, builder.load(total)), total)
@@ -86,8 +86,8 @@ def _logits(typing, pairs, tiles, served, cache, at, step, size, asked, a, out, 
                     for t in range(many_tiles):
                         place = builder.add(at_, builder.mul(size_, number(t * LANES)))
                         place = builder.add(place, builder.mul(loop.index, number(2 * LANES)))
-                        one, other = _halves(builder, place_in(context, builder, cache, cache_, place))
-                        first.append(one)
+                        lower, other = _halves(builder, place_in(context, builder, cache, cache_, place))
+                        first.append(lower)
                         second.append(other)
                     channel = builder.mul(loop.index, number(2))
                     add(first, channel)
@@ -110,7 +110,7 @@ def _logits(typing, pairs, tiles, served, cache, at, step, size, asked, a, out, 
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(pairs, tiles, place, cache, place, place, place, asked, place, out, place, place), code
+    return types.void(pairs, tiles, place, cache, place, place, place, queries, place, out, place, place), code
 
 
 @intrinsic(prefer_literal=True)
@@ -150,12 +150,12 @@ def _values(typing, pairs, tiles, served, cache, at, step, rows, weights, w, wid
                         builder.store(times_plus(builder, channels[t], x, builder.load(total)), total)
 
             def twins(pair):
-                found = []
+                halves = []
                 for t in range(many_tiles):
                     place = builder.add(at_, builder.mul(step_, number(t)))
                     place = builder.add(place, builder.mul(pair, number(2 * LANES)))
-                    found.append(_halves(builder, place_in(context, builder, cache, cache_, place)))
-                return [list(part) for part in zip(*found, strict=True)]
+                    halves.append(_halves(builder, place_in(context, builder, cache, cache_, place)))
+                return [list(part) for part in zip(*halves, strict=True)]
 
             if paired:
                 whole = builder.lshr(rows_, number(1))
@@ -200,20 +200,20 @@ def _page_logits(paired, keys, queries, outs):
     keys: flat, the place of the page's first, the step from channel to channel, and rows of the page; queries: flat,
     their size, and how many; outs: flat, the place of the first query's, and the step to the next.
     """
-    (cache, key, step, page), (asked, size, served), (out, o, wide) = keys, queries, outs
+    (cache, key, step, page), (query, size, served), (out, o, wide) = keys, queries, outs
     row = 0
     if paired:
         while row + 2 * LANES <= page:
-            _logits(True, 2, served, cache, key + row * size, step, size, asked, 0, out, o + row, wide)
+            _logits(True, 2, served, cache, key + row * size, step, size, query, 0, out, o + row, wide)
             row += 2 * LANES
         if row < page:
-            _logits(True, 1, served, cache, key + row * size, step, size, asked, 0, out, o + row, wide)
+            _logits(True, 1, served, cache, key + row * size, step, size, query, 0, out, o + row, wide)
     else:
         while row + 2 * LANES <= page:
-            _logits(False, 2, served, cache, key + row, step, size, asked, 0, out, o + row, wide)
+            _logits(False, 2, served, cache, key + row, step, size, query, 0, out, o + row, wide)
             row += 2 * LANES
         if row < page:
-            _logits(False, 1, served, cache, key + row, step, size, asked, 0, out, o + row, wide)
+            _logits(False, 1, served, cache, key + row, step, size, query, 0, out, o + row, wide)
 
 
 @njit

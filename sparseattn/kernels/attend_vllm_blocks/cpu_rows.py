@@ -45,16 +45,16 @@ def _listed(ids, form, reads, marks, places, masks):
     marks: `[E*per]` of zeros, to be filled; places, masks: to be filled.
     """
     (tile, per), (always, tail, table) = form, reads
-    one, whole, count = np.uint64(1), (np.uint64(1) << np.uint64(tile)) - np.uint64(1), 0
+    bit, whole, count = np.uint64(1), (np.uint64(1) << np.uint64(tile)) - np.uint64(1), 0
     for i in range(always.shape[0]):
         if always[i] >= 0:
             places[count], masks[count] = always[i], whole
             count += 1
     if count:
-        masks[count - 1] = (one << np.uint64(tail)) - one  # the sequence's last, of which `tail` rows are there
+        masks[count - 1] = (bit << np.uint64(tail)) - bit  # the sequence's last, of which `tail` rows are there
     for i in range(ids.shape[0]):
         if ids[i] >= 0:
-            marks[ids[i] // tile] |= one << np.uint64(ids[i] % tile)
+            marks[ids[i] // tile] |= bit << np.uint64(ids[i] % tile)
     for at in range(marks.shape[0]):
         if marks[at]:
             places[count], masks[count] = np.int64(table[at // per]) * per + at % per, marks[at]
@@ -67,9 +67,9 @@ def _runs(paired, values, weighed, sums, mask, tile):
     """Add the weighted values of a tile's rows in `mask`: of runs of rows, or where most are read of all between the
     first and the last, the others of which weigh nothing."""
     (cache, value, block), (weights, w, wide), (acc, size, served) = values, weighed, sums
-    one, count, first, last = np.uint64(1), 0, tile, 0
+    bit, count, first, last = np.uint64(1), 0, tile, 0
     for r in range(tile):
-        if mask >> np.uint64(r) & one:
+        if mask >> np.uint64(r) & bit:
             count += 1
             first, last = min(first, r), r + 1
     dense = 2 * count >= last - first
@@ -79,7 +79,7 @@ def _runs(paired, values, weighed, sums, mask, tile):
         if dense:
             stop = last
         else:
-            while stop < last and mask >> np.uint64(stop) & one:
+            while stop < last and mask >> np.uint64(stop) & bit:
                 stop += 1
         begin = r & -2 if paired else r  # rows lie in pairs
         step = LANES if paired else size
@@ -87,7 +87,7 @@ def _runs(paired, values, weighed, sums, mask, tile):
             paired, (cache, value + begin * step, block, stop - begin), (weights, w + begin, wide), (acc, size, served)
         )
         r = stop
-        while r < last and not mask >> np.uint64(r) & one:
+        while r < last and not mask >> np.uint64(r) & bit:
             r += 1
 
 
@@ -100,34 +100,34 @@ def _rows_part(paired, queries, blocks, form, listed, sums):
     (query, q, share, size, scale), (cache, block_step, base), (block, tile) = queries, blocks, form
     (places, masks), (acc, peak, total) = listed, sums
     acc[:], peak[:], total[:] = 0, -np.inf, 0
-    held, in_block, one = places.shape[0], block // tile, np.uint64(1)
-    if held == 0:
+    many, in_block, bit = places.shape[0], block // tile, np.uint64(1)
+    if many == 0:
         return
-    wide = held * tile
-    weights, asked = np.empty(SERVED * wide, np.float32), np.empty(SERVED * size, np.float32)
+    wide = many * tile
+    weights, scaled = np.empty(SERVED * wide, np.float32), np.empty(SERVED * size, np.float32)
     for first in range(0, share, SERVED):
         served = min(SERVED, share - first)
         for d in range(served * size):
-            asked[d] = read(query, q + first * size + d) * scale
-        for i in range(held):
-            if i + 1 < held and first == 0:
+            scaled[d] = read(query, q + first * size + d) * scale
+        for i in range(many):
+            if i + 1 < many and first == 0:
                 at = places[i + 1] // in_block * block_step + base
                 row = places[i + 1] % in_block * tile
                 _ask_for_keys(paired, cache, at + (row * size if paired else row), block, size, tile)
             at = places[i] // in_block * block_step + base
             row = places[i] % in_block * tile
             key = at + (row * size if paired else row)
-            _page_logits(paired, (cache, key, block, tile), (asked, size, served), (weights, i * tile, wide))
+            _page_logits(paired, (cache, key, block, tile), (scaled, size, served), (weights, i * tile, wide))
             for r in range(tile):
-                if not masks[i] >> np.uint64(r) & one:
+                if not masks[i] >> np.uint64(r) & bit:
                     for k in range(served):
                         weights[k * wide + i * tile + r] = -np.inf
         for k in range(served):
             highest = peak_of(weights, k * wide, wide)
             peak[first + k] = highest
             total[first + k] = exponentials(weights, k * wide, wide, highest)
-        for i in range(held):
-            if i + 1 < held and first == 0:
+        for i in range(many):
+            if i + 1 < many and first == 0:
                 at = places[i + 1] // in_block * block_step + base + block * size
                 row = places[i + 1] % in_block * tile
                 _ask_for_values(paired, cache, at + row * (LANES if paired else size), block, size, tile)

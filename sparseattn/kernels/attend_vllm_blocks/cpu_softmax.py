@@ -72,10 +72,10 @@ def _store(typing, array, place, number):
         if array.dtype == types.uint16:
             bits = builder.bitcast(number_, WORD)
             odd = builder.and_(builder.lshr(bits, ir.Constant(WORD, 16)), ir.Constant(WORD, 1))
-            near = builder.add(bits, builder.add(odd, ir.Constant(WORD, 0x7FFF)))
+            rounded = builder.add(bits, builder.add(odd, ir.Constant(WORD, 0x7FFF)))
             is_nan = builder.fcmp_unordered("uno", number_, number_)
-            near = builder.select(is_nan, ir.Constant(WORD, 0x7FC00000), near)
-            number_ = builder.trunc(builder.lshr(near, ir.Constant(WORD, 16)), ir.IntType(16))
+            rounded = builder.select(is_nan, ir.Constant(WORD, 0x7FC00000), rounded)
+            number_ = builder.trunc(builder.lshr(rounded, ir.Constant(WORD, 16)), ir.IntType(16))
         elif array.dtype == types.int16:
             number_ = builder.bitcast(builder.fptrunc(number_, ir.HalfType()), ir.IntType(16))
         builder.store(number_, place_in(context, builder, array, array_, place_))

@@ -16,14 +16,14 @@ from sparseattn.kernels.numba_entry import entry
 def _tables(rows, blocks, sizes, first, window, table, always, tails):
     """table `[R,E]`, always `[R,F]` and tails `[R]` of `Zones`, filled in; sizes: rows of a page, an entry, a block."""
     page, unit, block = sizes
-    held, in_block = block // unit, block // page
+    entries, in_block = block // unit, block // page
     for r in range(rows.shape[0]):
         sealed = max((rows[r] - window) // unit, first)
-        at, part = first // held, first % held
+        at, part = first // entries, first % entries
         for e in range(table.shape[1]):
-            table[r, e] = blocks[r, at] * held + part if first + e < sealed else -1
+            table[r, e] = blocks[r, at] * entries + part if first + e < sealed else -1
             part += 1
-            if part == held:
+            if part == entries:
                 at, part = at + 1, 0
         pages, early = (rows[r] + page - 1) // page, first * (unit // page)
         late = sealed * (unit // page)
@@ -56,19 +56,19 @@ def tables(
 
 @entry(cache=True, nogil=True)
 def _due(rows, blocks, above, unit, block, made, out):
-    held, count = block // unit, 0
+    entries, count = block // unit, 0
     for r in range(rows.shape[0]):
         if rows[r] <= above:
             continue
         at, part = 0, 0
         for _ in range(rows[r] // unit):
-            place = np.int64(blocks[r, at]) * held + part
+            place = np.int64(blocks[r, at]) * entries + part
             if not made[place]:
                 made[place] = True
                 out[count] = place
                 count += 1
             part += 1
-            if part == held:
+            if part == entries:
                 at, part = at + 1, 0
     return count
 

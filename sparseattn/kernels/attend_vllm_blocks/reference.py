@@ -39,8 +39,10 @@ def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages,
     share, each = query.shape[1] // chosen, chosen // heads
     for r, token in enumerate(pages.tokens.tolist()):
         always = pages.always[r][pages.always[r] >= 0].long()
-        near = [read(always, page).transpose(0, 1).flatten(1, 2) for read in (cache.keys, cache.values)]  # [H,rows,D]
-        count = near[0].shape[1] - page + int(pages.tails[r])
+        always_rows = [
+            read(always, page).transpose(0, 1).flatten(1, 2) for read in (cache.keys, cache.values)
+        ]  # [H,rows,D]
+        count = always_rows[0].shape[1] - page + int(pages.tails[r])
         for s in range(chosen):
             own = ids[r, s][ids[r, s] >= 0].long()
             rows = pages.table[r].long()[own // unit] * unit + own % unit
@@ -48,7 +50,7 @@ def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages,
                 read(rows // 16, 16)[torch.arange(len(rows)), s // each, rows % 16]
                 for read in (cache.keys, cache.values)
             ]
-            k, v = (torch.cat([part, close[s // each, :count]]) for part, close in zip(far, near, strict=True))
+            k, v = (torch.cat([part, close[s // each, :count]]) for part, close in zip(far, always_rows, strict=True))
             heads_of = slice(s * share, (s + 1) * share)
             weights = torch.softmax(query[token, heads_of].to(wide) @ k.to(wide).mT * scale, -1)
             out[token, heads_of] = (weights @ v.to(wide)).to(out.dtype)

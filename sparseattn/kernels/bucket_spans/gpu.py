@@ -43,7 +43,7 @@ def cut_runs(
     edges += b.to(tl.int64) * step_b + (chosen // EACH).to(tl.int64) * step_h
     slot = tile * TILE + tl.arange(0, TILE)
     first_row = tl.zeros([TILE], tl.int32)
-    held = tl.zeros([TILE], tl.int32)
+    runs_before = tl.zeros([TILE], tl.int32)
     rows, spans = 0, 0  # of the runs of the chunks before
     for first in range(0, probes * segments, CHUNK):
         run = first + tl.arange(0, CHUNK)  # best bucket first, its oldest segment first
@@ -61,10 +61,10 @@ def cut_runs(
         offset = slot[:, None] - begin[None, :]  # [TILE,CHUNK] spans into the run
         mine = (offset >= 0) & (offset < number[None, :])
         first_row += tl.sum(tl.where(mine, low[None, :] + offset * SPAN, 0), 1)
-        held += tl.sum(tl.where(mine, tl.minimum(size[None, :] - offset * SPAN, SPAN), 0), 1)
+        runs_before += tl.sum(tl.where(mine, tl.minimum(size[None, :] - offset * SPAN, SPAN), 0), 1)
     place = head * slots + slot
     tl.store(start + place, first_row, mask=slot < slots)
-    tl.store(length + place, held, mask=slot < slots)
+    tl.store(length + place, runs_before, mask=slot < slots)
 
 
 def spans(ids: Tensor, edges: Tensor, span: int, budget: int, slots: int) -> tuple[Tensor, Tensor]:

@@ -44,22 +44,22 @@ def _extents(keys, steps, rows, least, most):
 
 
 @njit(fastmath=set(FAST))
-def _sides(keys, at, step, rows, size, below, above, held):
+def _sides(keys, at, step, rows, size, below, above, middles):
     """below, above: `[D]`, replaced by the means of the numbers below and above the middle of what they reach over;
     both the one below where none is above."""
     for d in range(size):
-        held[d] = (below[d] + above[d]) / np.float32(2)
-        below[d] = above[d] = held[size + d] = 0
+        middles[d] = (below[d] + above[d]) / np.float32(2)
+        below[d] = above[d] = middles[size + d] = 0
     for row in range(rows):
         first = at + row * step
         for d in range(size):
             x = read(keys, first + d)
-            upper = x > held[d]
+            upper = x > middles[d]
             above[d] += x if upper else np.float32(0)
             below[d] += np.float32(0) if upper else x
-            held[size + d] += np.float32(1) if upper else np.float32(0)
+            middles[size + d] += np.float32(1) if upper else np.float32(0)
     for d in range(size):
-        many = held[size + d]
+        many = middles[size + d]
         below[d] /= rows - many
         above[d] = above[d] / many if many > 0 else below[d]
 
@@ -104,8 +104,8 @@ def _coded(keys, at, step, rows, size, low, low_at, by, by_at, last, bits, words
     """One group: codes of each row, packed into words `packed[p:]` of int32."""
     planes = 8 // bits
     for d in range(size):
-        lows[d], held = read(low, low_at + d), read(by, by_at + d)
-        steps[d] = held if held > 0 else np.float32(1)
+        lows[d], width = read(low, low_at + d), read(by, by_at + d)
+        steps[d] = width if width > 0 else np.float32(1)
     for row in range(rows):
         first = at + row * step
         for d in range(size):
@@ -129,11 +129,11 @@ def _encode(keys, steps, rows, size, heads, low, by, bits, words, packed):
     for unit in prange(lists * groups):
         which, group = unit // groups, unit % groups
         b, h = which // heads, which % heads
-        lows, held = np.empty(size, np.float32), np.empty(size, np.float32)
+        lows, widths = np.empty(size, np.float32), np.empty(size, np.float32)
         codes = np.zeros(4 * words * (8 // bits), np.uint8)
         at = b * steps[0] + h * steps[1] + group * rows * steps[2]
-        _coded(keys, at, steps[2], rows, size, low, unit * size, by, unit * size, last, bits, words, lows, held, codes,
-               line, unit * rows * words)  # fmt: skip
+        _coded(keys, at, steps[2], rows, size, low, unit * size, by, unit * size, last, bits, words, lows, widths,
+               codes, line, unit * rows * words)  # fmt: skip
 
 
 def packed_codes(keys: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:

@@ -121,7 +121,7 @@ def search_heads(points, base, adjacency, which, queries, entry, rows, beam, cou
         neighbour lists read.
     """
     heads = queries.shape[0]
-    found = np.full((heads, count), -1, np.int32)
+    nearest = np.full((heads, count), -1, np.int32)
     scanned, expanded = np.zeros(heads, np.int64), np.zeros(heads, np.int64)
     for s in prange(heads):
         a = which[s]
@@ -133,22 +133,22 @@ def search_heads(points, base, adjacency, which, queries, entry, rows, beam, cou
                 points, base[s], none, adjacency[a], queries[s], entry[a], beam, seen, ids, scores, done
             )
             for i in range(min(size, count)):
-                found[s, i] = ids[i]
-    return found, scanned, expanded
+                nearest[s, i] = ids[i]
+    return nearest, scanned, expanded
 
 
 @entry(parallel=True, cache=True)
 def search_queries(points, bias, adjacency, queries, entry, beam, chunks):  # type: ignore[no-untyped-def]
     """Many queries of one head, in parallel: ids `[Q,beam]` int32, best first, then -1, and their scores."""
     total = queries.shape[0]
-    found, score = np.full((total, beam), -1, np.int32), np.full((total, beam), -np.inf, np.float32)
+    nearest, score = np.full((total, beam), -1, np.int32), np.full((total, beam), -np.inf, np.float32)
     step = (total + chunks - 1) // chunks
     for c in prange(chunks):
         seen = np.empty((adjacency.shape[0] + 63) >> 6, np.uint64)
         done = np.empty(beam, np.bool_)
         for i in range(c * step, min(total, (c + 1) * step)):
-            _search(points, 0, bias, adjacency, queries[i], entry, beam, seen, found[i], score[i], done)
-    return found, score
+            _search(points, 0, bias, adjacency, queries[i], entry, beam, seen, nearest[i], score[i], done)
+    return nearest, score
 
 
 @njit(fastmath=True)
@@ -236,7 +236,7 @@ def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fi
             x = nodes[i]
             candidates = np.empty(width + starts[i + 1] - starts[i], np.int32)
             count, keep, size = 0, 0, 0
-            held = np.full(width, -1, np.int32)
+            row = np.full(width, -1, np.int32)
             mark[x] = x
             for j in range(width):
                 v = adjacency[x, j]
@@ -244,7 +244,7 @@ def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fi
                     break
                 mark[v] = x
                 if keep_all or parent[v] == x:
-                    held[keep] = v
+                    row[keep] = v
                     keep += 1
                 else:
                     candidates[count] = v
@@ -260,11 +260,11 @@ def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fi
                 continue
             if keep + count <= degree:
                 for k in range(count):
-                    held[keep + k] = candidates[k]
+                    row[keep + k] = candidates[k]
             elif keep < degree:
-                _prune(points, x, candidates, count, held[:degree], keep, degree, fill, alpha)
+                _prune(points, x, candidates, count, row[:degree], keep, degree, fill, alpha)
             for j in range(width):
-                adjacency[x, j] = held[j]
+                adjacency[x, j] = row[j]
 
 
 @entry(parallel=True, cache=True)

@@ -71,8 +71,8 @@ def build(keys: Floats, points: Floats, queries: Floats, recipe: GraphRecipe) ->
     """Return the graph over `keys` `[N,D]` that `queries` `[Q,D]` guide; distances between keys are those of
     `points`."""
     total, chunks = len(keys), build_and_search.parts()
-    near = nearest(torch.from_numpy(queries), torch.from_numpy(keys), recipe.neighbours)
-    scores, lists = near[0].numpy(), near[1].numpy()
+    neighbours = nearest(torch.from_numpy(queries), torch.from_numpy(keys), recipe.neighbours)
+    scores, lists = neighbours[0].numpy(), neighbours[1].numpy()
     order, starts = _by_pivot(lists, recipe.pivots, total)
     adjacency = build_and_search.project(points, lists, order, starts, recipe.projected, recipe.degree, chunks)
     parent: Ids = np.full(total, -1, np.int32)
@@ -84,11 +84,11 @@ def build(keys: Floats, points: Floats, queries: Floats, recipe: GraphRecipe) ->
     # Connectivity enhancement: what a search from every key finds is offered to it, and it to them.
     bias = bias_of(points)
     before = adjacency.copy()
-    found = build_and_search.search_queries(points, bias, before, points, entry, recipe.build_beam, chunks)[0]
-    spans = np.arange(total + 1, dtype=np.int64) * found.shape[1]
-    one = np.float32(1)
+    reached = build_and_search.search_queries(points, bias, before, points, entry, recipe.build_beam, chunks)[0]
+    spans = np.arange(total + 1, dtype=np.int64) * reached.shape[1]
+    slack = np.float32(1)
     build_and_search.offer(
-        points, adjacency, parent, everyone, spans, found.reshape(-1), recipe.degree, True, 0, one, chunks
+        points, adjacency, parent, everyone, spans, reached.reshape(-1), recipe.degree, True, 0, slack, chunks
     )
     fresh = _fresh(adjacency, before)
     reverse(points, adjacency, parent, fresh, everyone, recipe.degree, True)
@@ -102,11 +102,11 @@ def build(keys: Floats, points: Floats, queries: Floats, recipe: GraphRecipe) ->
 
 def _fresh(after: Ids, before: Ids) -> Ids:
     """`after` with -1 in place of what `before` has: with the whole list kept, the new ones follow the old."""
-    held = (before >= 0).sum(1)
-    return np.where(np.arange(after.shape[1]) >= held[:, None], after, -1).astype(np.int32)
+    counts = (before >= 0).sum(1)
+    return np.where(np.arange(after.shape[1]) >= counts[:, None], after, -1).astype(np.int32)
 
 
-def grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: GraphRecipe) -> None:
+def grow(graph: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: GraphRecipe) -> None:
     """Links the keys from `first` on into the graph, in place.
 
     They are placed by the decode `queries` `[Q,D]`, with what those find, and by the guides whose lists they join: few
@@ -114,70 +114,70 @@ def grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int,
     recall on new keys was 0.83 where a fresh build had 0.93 (the log, 2026-11-20).
 
     Args:
-        held: its rows from `first` on are unused: -1 in `parent`, and no list.
+        graph: its rows from `first` on are unused: -1 in `parent`, and no list.
         keys, points: `[N,D]`, the old and the new keys.
     """
     share = len(queries) / max(len(keys) - first, 1)
     for low in range(first, len(keys), BATCH):
         high = min(low + BATCH, len(keys))
         mine = queries[round((low - first) * share) : round((high - first) * share)]
-        _grow(held, keys[:high], points[:high], mine, low, recipe)
+        _grow(graph, keys[:high], points[:high], mine, low, recipe)
 
 
-def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: GraphRecipe) -> None:
-    adjacency, parent = held.adjacency[: len(keys)], held.parent[: len(keys)]
+def _grow(graph: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: GraphRecipe) -> None:
+    adjacency, parent = graph.adjacency[: len(keys)], graph.parent[: len(keys)]
     old = adjacency[:first]
     new: Ids = np.arange(first, len(keys), dtype=np.int32)
-    pairs = [_by_guides(held, keys, new, recipe)]
+    pairs = [_by_guides(graph, keys, new, recipe)]
     if len(queries):
         beam = max(recipe.neighbours, recipe.build_beam)
         none: Floats = np.empty(0, np.float32)
-        found, score = build_and_search.search_queries(
-            keys, none, old, queries, held.entry, beam, build_and_search.parts()
+        reached, score = build_and_search.search_queries(
+            keys, none, old, queries, graph.entry, beam, build_and_search.parts()
         )
-        lists, scores = best(found, score, new, queries @ keys[first:].T, recipe.neighbours)
+        lists, scores = best(reached, score, new, queries @ keys[first:].T, recipe.neighbours)
         pairs.append(_pairs(lists, recipe.pivots, first))
-        free = np.flatnonzero(held.lists[:, 0] < 0)[: len(queries)]
+        free = np.flatnonzero(graph.lists[:, 0] < 0)[: len(queries)]
         known = lists.shape[1]
-        held.guides[free] = queries[: len(free)]
-        held.lists[free, :known], held.scores[free, :known] = lists[: len(free)], scores[: len(free)]
-    held.bias[first : len(keys)] = bias_of(points[first:])
-    bias = held.bias[: len(keys)]
-    found, score = build_and_search.search_queries(
-        points, bias, old, points[first:], held.entry, recipe.build_beam, build_and_search.parts()
+        graph.guides[free] = queries[: len(free)]
+        graph.lists[free, :known], graph.scores[free, :known] = lists[: len(free)], scores[: len(free)]
+    graph.bias[first : len(keys)] = bias_of(points[first:])
+    bias = graph.bias[: len(keys)]
+    reached, score = build_and_search.search_queries(
+        points, bias, old, points[first:], graph.entry, recipe.build_beam, build_and_search.parts()
     )
-    near = best(found, score, new, points[first:] @ points[first:].T + bias[first:], recipe.build_beam)[0]
-    pairs.append(flat(np.broadcast_to(new[:, None], near.shape), near))
+    candidates = best(reached, score, new, points[first:] @ points[first:].T + bias[first:], recipe.build_beam)[0]
+    pairs.append(flat(np.broadcast_to(new[:, None], candidates.shape), candidates))
     nodes, offers = (np.concatenate(part) for part in zip(*pairs, strict=True))
     # Filled up: lists pruned anew at every seal would lose more links than they gain.
     fill, alpha = recipe.refilled, recipe.alpha
     offer(points, adjacency, parent, nodes, offers, recipe.degree, fill=fill, alpha=alpha)
     reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, fill=fill, alpha=alpha)
-    changed = np.union1d(np.append(nodes, found[:, 0]), adjacency[first:])  # and the nearest old ones: not none
+    changed = np.union1d(np.append(nodes, reached[:, 0]), adjacency[first:])  # and the nearest old ones: not none
     changed = changed[(changed >= 0) & (changed < first)].astype(np.int32)  # all edges to new keys come from these
     queue: Ids = np.empty(len(changed) + len(new), np.int32)
     queue[: len(changed)] = changed
     build_and_search.attach(adjacency, parent, queue, len(changed))
 
 
-def _by_guides(held: Graph, keys: Floats, new: Ids, recipe: GraphRecipe) -> tuple[Ids, Ids]:
+def _by_guides(graph: Graph, keys: Floats, new: Ids, recipe: GraphRecipe) -> tuple[Ids, Ids]:
     """Pairs (node, neighbour to offer) of the new keys and the keys listed by the guides that want them most.
 
     Brings the guides' lists up to date.
     """
-    if not len(held.guides):
+    if not len(graph.guides):
         return np.empty(0, np.int32), np.empty(0, np.int32)
-    products = held.guides @ keys[new[0] :].T  # [S,n]
-    margin = products - held.scores.min(1, keepdims=True)  # over the worst key listed
-    margin[held.lists[:, 0] < 0] = -np.inf
+    products = graph.guides @ keys[new[0] :].T  # [S,n]
+    margin = products - graph.scores.min(1, keepdims=True)  # over the worst key listed
+    margin[graph.lists[:, 0] < 0] = -np.inf
     wanted = np.flatnonzero((margin > 0).any(1))
     if len(wanted):
-        held.lists[wanted], held.scores[wanted] = best(
-            held.lists[wanted], held.scores[wanted], new, products[wanted], held.lists.shape[1]
+        graph.lists[wanted], graph.scores[wanted] = best(
+            graph.lists[wanted], graph.scores[wanted], new, products[wanted], graph.lists.shape[1]
         )
     count = min(NEAR, len(margin))
     guide = np.argpartition(-margin, count - 1, axis=0)[:count]  # [t,n]
-    lists = held.lists[guide]  # [t,n,K]
+    lists = graph.lists[guide]  # [t,n,K]
     pivots = lists[..., : recipe.pivots]
     mine, ours = np.broadcast_to(new[:, None], lists.shape), np.broadcast_to(new[:, None], pivots.shape)
     whole, first = flat(mine, lists), flat(pivots, ours)
@@ -199,9 +199,9 @@ def flat(nodes: Ids, offers: Ids) -> tuple[Ids, Ids]:
     return nodes[used], offers[used]
 
 
-def best(found: Ids, score: Floats, new: Ids, products: Floats, count: int) -> tuple[Ids, Floats]:
+def best(known: Ids, score: Floats, new: Ids, products: Floats, count: int) -> tuple[Ids, Floats]:
     """`[Q,count]` ids and scores: the best of what was found and of the new keys, which score `products` `[Q,n]`."""
-    ids = np.concatenate([found, np.broadcast_to(new, products.shape)], 1)
+    ids = np.concatenate([known, np.broadcast_to(new, products.shape)], 1)
     scores = np.concatenate([score, products], 1)
     if 2 * count < scores.shape[1]:
         part = np.argpartition(-scores, count - 1, axis=1)[:, :count]
@@ -249,15 +249,15 @@ def offer(
 ) -> None:
     """Offers `nodes[i]` the neighbour `offers[i]`, for all i at once; see `build_and_search.offer`."""
     if len(nodes) < len(adjacency):  # a few keys come: nothing here takes time in proportion to the others
-        asked, nodes = np.unique(nodes, return_inverse=True)
-        starts, offers = build_and_search.by_target(offers, nodes, len(asked))
+        offered, nodes = np.unique(nodes, return_inverse=True)
+        starts, offers = build_and_search.by_target(offers, nodes, len(offered))
     else:
         starts, offers = build_and_search.by_target(offers, nodes, len(adjacency))
-        asked = np.flatnonzero(np.diff(starts))
-        starts = np.append(starts[asked], starts[-1])
-    chunks, wide = min(build_and_search.parts(), 1 + len(asked) // 256), np.float32(alpha)
+        offered = np.flatnonzero(np.diff(starts))
+        starts = np.append(starts[offered], starts[-1])
+    chunks, wide = min(build_and_search.parts(), 1 + len(offered) // 256), np.float32(alpha)
     build_and_search.offer(
-        points, adjacency, parent, asked.astype(np.int32), starts, offers, degree, keep_all, fill, wide, chunks
+        points, adjacency, parent, offered.astype(np.int32), starts, offers, degree, keep_all, fill, wide, chunks
     )
 
 

@@ -53,18 +53,18 @@ def _insert(nodes: Floats, total: int, adjacency: Ids, new: Ids, entry: int, alp
     free: Ids = np.full(len(nodes), -1, np.int32)  # no tree yet: every edge may be pruned
     unbiased: Floats = np.empty(0, np.float32)
     mine, comes = nodes[new], bool((adjacency[new] < 0).all())
-    near, score = build_and_search.search_queries(
+    reached, score = build_and_search.search_queries(
         nodes, unbiased, adjacency, mine, entry, recipe.build_beam, build_and_search.parts()
     )
     if new[0] >= total:
-        for node, found in zip(new, near, strict=True):
-            keys = found[(found >= 0) & (found < total)][: recipe.degree]
+        for node, ids in zip(new, reached, strict=True):
+            keys = ids[(ids >= 0) & (ids < total)][: recipe.degree]
             adjacency[node, : len(keys)] = keys
             adjacency[node, len(keys) :] = -1
     else:
         if comes:
-            near = best(near, score, new, mine @ mine.T, recipe.build_beam)[0]
-        pairs = flat(np.broadcast_to(new[:, None], near.shape), near)
+            reached = best(reached, score, new, mine @ mine.T, recipe.build_beam)[0]
+        pairs = flat(np.broadcast_to(new[:, None], reached.shape), reached)
         offer(nodes, adjacency, free, *pairs, recipe.degree, alpha=alpha)
     lists = np.where(adjacency[new] < total, adjacency[new], -1)
     reverse(nodes, adjacency, free, lists, new, recipe.degree, alpha=alpha)

@@ -30,20 +30,20 @@ def vote_of_group(scores, out, peak):
     group, count = scores.shape
     peak[:], out[:] = -np.inf, 0
     for g in range(group):
-        one, total = scores[g], np.float32(0)
-        highest = _highest(one)
+        row, total = scores[g], np.float32(0)
+        highest = _highest(row)
         if highest == -np.inf:
             continue
         for n in range(count):
-            total += exp2((one[n] - highest) * LOG2E)
+            total += exp2((row[n] - highest) * LOG2E)
         norm = np.log2(total)
         for n in range(count):
-            one[n] = (one[n] - highest) * LOG2E - norm  # nothing is lost where probabilities are near 1
-            peak[n] = one[n] if one[n] > peak[n] else peak[n]
+            row[n] = (row[n] - highest) * LOG2E - norm  # nothing is lost where probabilities are near 1
+            peak[n] = row[n] if row[n] > peak[n] else peak[n]
     for g in range(group):
-        one = scores[g]
+        row = scores[g]
         for n in range(count):
-            out[n] += exp2(one[n] - peak[n])  # of -inf next to nothing; where all are, anything
+            out[n] += exp2(row[n] - peak[n])  # of -inf next to nothing; where all are, anything
     for n in range(count):
         out[n] = (peak[n] + np.log2(out[n])) * LN2 if peak[n] > -np.inf else -np.inf
 
@@ -57,9 +57,9 @@ def _vote_softmax(scores, out, peak):
 def vote_softmax(scores: Tensor) -> Tensor:
     """As `reference.vote_softmax`, of float32."""
     batch, heads, _, count = scores.shape
-    held = scores.clone(memory_format=torch.contiguous_format)
+    given = scores.clone(memory_format=torch.contiguous_format)
     out, peak = torch.empty(2, batch, heads, count)
     with ONE_AT_A_TIME:
         use_threads(EXPONENTIAL * scores.numel())
-        _vote_softmax(*(x.flatten(0, 1).numpy() for x in (held, out, peak)))
+        _vote_softmax(*(x.flatten(0, 1).numpy() for x in (given, out, peak)))
     return out

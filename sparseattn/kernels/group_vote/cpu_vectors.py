@@ -132,7 +132,7 @@ def factors(peak, total, most):
 
 
 @njit
-def vote_of_list(logits, at, count, share, held, to, out, o):
+def vote_of_list(logits, at, count, share, room, to, out, o):
     """`out[o:o + count]`: the votes on a list of rows.
 
     logits: of `count` rows, a multiple of 16, in units of log 2, of `share` query heads behind each other from `at` on,
@@ -143,8 +143,8 @@ def vote_of_list(logits, at, count, share, held, to, out, o):
         first, own = at + g * count, to + g * count
         peak[0, g], total[0, g] = highest(logits, first, count), 0
         if peak[0, g] > -np.inf:
-            total[0, g] = weights(logits, first, count, peak[0, g], held, own)
+            total[0, g] = weights(logits, first, count, peak[0, g], room, own)
         else:
-            held[own : own + count] = 0
+            room[own : own + count] = 0
     factors(peak, total, most)
-    voted((held, total.reshape(-1), out), (to, 0, o), count, share, most[0], count)
+    voted((room, total.reshape(-1), out), (to, 0, o), count, share, most[0], count)

@@ -56,8 +56,8 @@ def vote_softmax(
     total = tl.where(total == float("-inf"), 0.0, total)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (g < G)[:, None] & (page < pages)[None, :]
-    held = tl.load(scores + row[:, None] * pages + page[None, :], mask=mask, other=float("-inf"))
-    tl.store(out + head * pages + page, log_sum(tl.trans(held - total[:, None])), mask=page < pages)
+    given = tl.load(scores + row[:, None] * pages + page[None, :], mask=mask, other=float("-inf"))
+    tl.store(out + head * pages + page, log_sum(tl.trans(given - total[:, None])), mask=page < pages)
 
 
 def launch(group: int, block: int) -> tuple[dict[str, Any], dict[str, Any]]:

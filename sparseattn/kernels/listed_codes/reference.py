@@ -17,10 +17,10 @@ def logits(tables: Tensor, keys: ProductCodes, rows: Tensor) -> Tensor:
         return tables.new_full((batch, heads, group, count), -torch.inf)
     inside = (rows >= 0) & (rows < stored)
     place = torch.where(inside, rows, 0).long()  # [B,L,C]
-    held = keys.codes.repeat_interleave(lists // heads, 1) if lists > heads else keys.codes
-    codes = held.gather(3, place[:, :, None].expand(-1, -1, held.shape[2], -1))  # [B,L,R,C]
+    repeated = keys.codes.repeat_interleave(lists // heads, 1) if lists > heads else keys.codes
+    codes = repeated.gather(3, place[:, :, None].expand(-1, -1, repeated.shape[2], -1))  # [B,L,R,C]
     own = tables.reshape(batch, lists, -1, *tables.shape[3:])  # [B,L,1 or G,M,K]
     every = torch.ones(batch, count, dtype=torch.bool, device=rows.device)
-    found = logits_of_all(own, ProductCodes(codes, keys.bits, every))
+    summed = logits_of_all(own, ProductCodes(codes, keys.bits, every))
     valid = inside & keys.valid.gather(1, place.flatten(1)).view_as(place)
-    return found.masked_fill(~valid[:, :, None], -torch.inf).view(batch, heads, group, count)
+    return summed.masked_fill(~valid[:, :, None], -torch.inf).view(batch, heads, group, count)

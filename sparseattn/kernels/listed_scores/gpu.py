@@ -63,14 +63,14 @@ def scores(query: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     """
     batch, _, group, size = query.shape
     chosen, listed = ids.shape[1:]
-    found = torch.empty(ids.shape, dtype=torch.float32, device=query.device)
+    out = torch.empty(ids.shape, dtype=torch.float32, device=query.device)
     if ids.numel():
         with torch.cuda.device_of(query):  # Triton launches on the current device
             score_listed[triton.cdiv(listed, BLOCK), chosen, batch](
                 query.contiguous(),
                 keys,
                 ids.contiguous(),
-                found,
+                out,
                 listed,
                 *keys.stride()[:3],
                 G=group,
@@ -79,4 +79,4 @@ def scores(query: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
                 BLOCK=BLOCK,
                 **OPTIONS,
             )
-    return found
+    return out

@@ -34,9 +34,9 @@ def _nearest(typing, keys, at, books, first, halves, half, size):
             channel = builder.load(place_in(context, builder, books, books_, place, FLOATS), align=4)
             less = splat(builder, builder.fneg(x), FLOATS)
             builder.store(times_plus(builder, less, channel, builder.load(total)), total)
-        found = builder.load(total)
-        least = call(builder, "llvm.vector.reduce.fmin.v16f32", FLOAT, found, flags=("nnan",))
-        marks = builder.bitcast(builder.fcmp_ordered("==", found, splat(builder, least, FLOATS)), ir.IntType(LANES))
+        lanes = builder.load(total)
+        least = call(builder, "llvm.vector.reduce.fmin.v16f32", FLOAT, lanes, flags=("nnan",))
+        marks = builder.bitcast(builder.fcmp_ordered("==", lanes, splat(builder, least, FLOATS)), ir.IntType(LANES))
         return builder.zext(builder.cttz(marks, ir.Constant(ir.IntType(1), 0)), ir.IntType(64))
 
     place = types.intp
@@ -65,10 +65,10 @@ def paired_names(keys: Tensor, books: Tensor) -> Tensor:
     """As `dispatch.paired_names`."""
     batch, heads, rows, wide = keys.shape
     subspaces, _, size = books.shape[2:]
-    held = books.float()
-    halves = held.square().sum(-1) / 2
+    centres = books.float()
+    halves = centres.square().sum(-1) / 2
     out = torch.empty(batch, heads, rows, -(-subspaces // 2), dtype=torch.uint8)
-    flat = (part.contiguous().numpy().reshape(-1) for part in (keys.float(), held.mT, halves))
+    flat = (part.contiguous().numpy().reshape(-1) for part in (keys.float(), centres.mT, halves))
     with ONE_AT_A_TIME:
         use_threads(batch * heads * rows * wide * 4)
         _paired(*flat, rows, subspaces, size, out.flatten(0, 1).numpy())

@@ -87,13 +87,13 @@ def _page_scores(query, low, high, pages, vote, scores):
     (kind, query_at, share, size, root), (summed, each), (out_at, (batch, heads, lists, count)) = query, vote, scores
     (low_kind, low_at, low_steps), (high_kind, high_at, high_steps) = low, high
     valid_kind, valid_at, valid_step, tabled = pages
-    asked, many = array_at(kind, query_at, batch * heads * share * size), 1 << 48
+    queries, many = array_at(kind, query_at, batch * heads * share * size), 1 << 48
     lows, highs = array_at(low_kind, low_at, many), array_at(high_kind, high_at, many)
     valid = array_at(valid_kind, valid_at, many)
     out = array_at(np.float32, out_at, batch * heads * lists * count)
     halves = np.empty((2, batch * heads, 1 if summed else share, size), np.float32)
     up, down = halves[0], halves[1]
-    _halves(asked, root, summed, up, down)
+    _halves(queries, root, summed, up, down)
     chunks = (count + PAGES - 1) // PAGES
     for unit in prange(batch * heads * chunks):
         which, chunk = unit // chunks, unit % chunks

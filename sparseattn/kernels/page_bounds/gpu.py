@@ -77,8 +77,8 @@ def score_pages(
     low += b.to(tl.int64) * low_step_b + h.to(tl.int64) * low_step_h
     most = tl.load(high + place * high_step_p + d, mask=mask, other=0.0)  # [BLOCK,BLOCK_D]
     least = tl.load(low + place * low_step_p + d, mask=mask, other=0.0)
-    asked = (g < G)[:, None] & (d < D)
-    q = tl.load(query + (head * G + g)[:, None] * D + d, mask=asked, other=0.0)  # [BLOCK_G,BLOCK_D]
+    query_mask = (g < G)[:, None] & (d < D)
+    q = tl.load(query + (head * G + g)[:, None] * D + d, mask=query_mask, other=0.0)  # [BLOCK_G,BLOCK_D]
     if step is not None:  # integers of 8 bits are exact in 16-bit floats
         q = (q.to(tl.float32) * tl.load(step + head * D + d, mask=d < D, other=0.0)[None, :]).to(q.dtype)
         most, least = most.to(q.dtype), least.to(q.dtype)

@@ -49,17 +49,17 @@ def _part(queries, form, entries, table, first, last, how, out):
     flat scores, the place of the head's `[G or 1,P]`, and P. See
     `sparseattn.kernels.page_directions.reference.estimates`.
     """
-    (asked, q, share, size), (kind, page, rank, bits, rest, deviations) = queries, form
+    (query, q, share, size), (kind, page, rank, bits, rest, deviations) = queries, form
     (vectors, vector_at, vector_steps), (numbers, number_at, number_step), coordinates_of = entries
     (coordinates, coordinate_at, coordinate_step), (table, row), (scores, to, pages) = coordinates_of, table, out
     lengths, products = np.zeros(share, np.float32), np.empty((1 + rank) * share, np.float32)
     wide = (page + LANES - 1) // LANES * LANES
-    held, edge = np.zeros(rank * wide, np.float32), np.zeros(wide, np.float32)
+    along, edge = np.zeros(rank * wide, np.float32), np.zeros(wide, np.float32)
     logits, sums = np.empty(SERVED * wide, np.float32), np.zeros(share, np.float32)
     edge[page:] = LOWEST
     steps = 0 if bits == 16 else 1 + rank + (page if kind == CLSE else 0)
     for g in range(share):
-        lengths[g] = dot(asked, q + g * size, asked, q + g * size, size)
+        lengths[g] = dot(query, q + g * size, query, q + g * size, size)
     for p in range(first, last):
         place = np.int64(table[row + p])
         if place < 0:
@@ -74,50 +74,50 @@ def _part(queries, form, entries, table, first, last, how, out):
         for k in range(1 + rank):
             step = read(numbers, number + k) if bits < 16 else np.float32(1)
             halves = 1 if bits == 4 and k > 0 else 0
-            multiply(asked, q, (share, size), vectors, at, (halves, step), products, k * share)
+            multiply(query, q, (share, size), vectors, at, (halves, step), products, k * share)
             at += (size + 1) // 2 if halves else size
         other = read(numbers, number + steps) if rest else np.float32(0)
         other *= other
         if kind == CLSE:
             at = coordinate_at + place * coordinate_step
             if page >= FEW and rank * page % (2 * FEW) == 0:
-                unpack(coordinates, at, bits, numbers, number + 1 + rank, (rank, page, wide), held)
+                unpack(coordinates, at, bits, numbers, number + 1 + rank, (rank, page, wide), along)
             else:
                 for t in range(page):
                     step = read(numbers, number + 1 + rank + t) if bits < 16 else np.float32(1)
                     for k in range(rank):
-                        held[k * wide + t] = coordinate(coordinates, at, k * page + t, rank * page // 2, bits) * step
-            log_sums(products, share, (share, rank, wide), held, edge, logits, sums)
+                        along[k * wide + t] = coordinate(coordinates, at, k * page + t, rank * page // 2, bits) * step
+            log_sums(products, share, (share, rank, wide), along, edge, logits, sums)
         total = np.float32(0)
         for g in range(share):
-            found, squares = products[g], np.float32(0)
+            score, squares = products[g], np.float32(0)
             for k in range(1, 1 + rank):
                 squares += products[k * share + g] * products[k * share + g]
             if kind == CLSE:
                 left = lengths[g] - squares
-                found += sums[g]
-                found += other * (left if left > 0 else np.float32(0)) / np.float32(2)
+                score += sums[g]
+                score += other * (left if left > 0 else np.float32(0)) / np.float32(2)
             elif kind == ELLIPSOID:
-                found += deviations * np.sqrt(squares + other * lengths[g])
+                score += deviations * np.sqrt(squares + other * lengths[g])
             else:
-                found += (squares + other * lengths[g]) / np.float32(2)
+                score += (squares + other * lengths[g]) / np.float32(2)
             if how == 0:
-                scores[to + g * pages + p] = found
+                scores[to + g * pages + p] = score
             elif how == 1 or g == 0:
-                total += found
+                total += score
             else:
-                total = total if total > found or total != total else found  # NaN stays
+                total = total if total > score or total != total else score  # NaN stays
         if how > 0:
             scores[to + p] = total
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _scores(asked, form, vectors, numbers, coordinates, table, how, scores):
-    """asked: `[B*H,G,D]` float32, over the temperature; form: kind, page, rank, bits, rest, deviations; vectors,
+def _scores(query, form, vectors, numbers, coordinates, table, how, scores):
+    """query: `[B*H,G,D]` float32, over the temperature; form: kind, page, rank, bits, rest, deviations; vectors,
     numbers and coordinates: each flat with the steps of b, h, p, of vectors also how many an entry has; table: `[B,P]`
     int32, where pages lie, below 0 for none; how: see `_part`; scores: `[B,H,G or 1,P]`."""
     batch, heads, each, pages = scores.shape
-    share, size = asked.shape[1:]
+    share, size = query.shape[1:]
     (vector, vector_steps), (number, number_steps), (place, place_steps) = vectors, numbers, coordinates
     chunks = (pages + PAGES - 1) // PAGES
     for unit in prange(batch * heads * chunks):
@@ -129,7 +129,7 @@ def _scores(asked, form, vectors, numbers, coordinates, table, how, scores):
             (place, b * place_steps[0] + h * place_steps[1], place_steps[2]),
         )
         _part(
-            (asked.reshape(-1), which * share * size, share, size), form, entries, (table.reshape(-1), b * pages),
+            (query.reshape(-1), which * share * size, share, size), form, entries, (table.reshape(-1), b * pages),
             chunk * PAGES, min(pages, (chunk + 1) * PAGES), how, (scores.reshape(-1), which * each * pages, pages),
         )  # fmt: skip
 
@@ -145,8 +145,8 @@ def scores_at(query: Tensor, store: Parts, table: Tensor, form: Form, group: str
     """As `dispatch.scores_at`, of float32 and 16-bit queries."""
     lie = {}
     for name, part in store.items():
-        held = part.transpose(0, 1)  # [H,entries,..]
-        lie[name] = storage_of(held), (0, *held.stride()[:2]), part.shape[-1]
+        entries = part.transpose(0, 1)  # [H,entries,..]
+        lie[name] = storage_of(entries), (0, *entries.stride()[:2]), part.shape[-1]
     return _voted_scores(query, lie, table.contiguous(), form, group, temperature, STEP)
 
 
@@ -157,7 +157,7 @@ def _voted_scores(
     batch, heads, share, size = query.shape
     pages = table.shape[1]
     each = group in ("each", "softmax")
-    asked = (query.float() / temperature).reshape(batch * heads, share, size).contiguous()
+    scaled = (query.float() / temperature).reshape(batch * heads, share, size).contiguous()
     out = torch.empty(batch, heads, share if each else 1, pages)
     vectors, steps, length = lie["vectors"]
     numbers = lie.get("numbers", lie["vectors"])[:2]  # what is not there is not read
@@ -167,7 +167,9 @@ def _voted_scores(
         use_threads(batch * heads * share * pages * (size * (1 + form.rank) + logits), alone)
         kind = KINDS.index(form.kind), form.page, form.rank, form.bits, form.rest, np.float32(form.deviations)
         how = {"sum": 1, "max": 2}.get(group, 0)
-        _scores(asked.numpy(), kind, (vectors, (*steps, length)), numbers, coordinates, table.numpy(), how, out.numpy())
+        _scores(
+            scaled.numpy(), kind, (vectors, (*steps, length)), numbers, coordinates, table.numpy(), how, out.numpy()
+        )
     if group == "softmax":
         return vote_softmax(out)
     return out.flatten(1, 2)

@@ -55,8 +55,8 @@ def _half(typing, array, place, high):
         byte = ir.IntType(8)
         up = builder.shl(value, ir.Constant(byte, 4))
         upper = builder.icmp_signed("!=", arguments[2], ir.Constant(arguments[2].type, 0))
-        held = builder.ashr(builder.select(upper, value, up), ir.Constant(byte, 4))
-        return builder.sitofp(held, ir.FloatType())
+        nibble = builder.ashr(builder.select(upper, value, up), ir.Constant(byte, 4))
+        return builder.sitofp(nibble, ir.FloatType())
 
     return types.float32(array, types.intp, types.intp), code
 
@@ -88,27 +88,27 @@ def _by_fours(builder, share, body):
 
 
 @intrinsic
-def multiply(typing, asked, q, heads, vectors, at, form, products, first):
-    """products[first:first + share]: of each query head, from `asked[q:]` on, and the vector `vectors[at:]`, times a
+def multiply(typing, query, q, heads, vectors, at, form, products, first):
+    """products[first:first + share]: of each query head, from `query[q:]` on, and the vector `vectors[at:]`, times a
     step; heads: share, size; form: halves, step, codes of 4 bits where halves is not 0. A number is widened once for
     up to four query heads."""
     kind, byte = vectors.dtype, ir.IntType(8)
 
     def code(context, builder, signature, arguments):
-        asked_, q_, heads_, vectors_, at_, form_, products_, first_ = arguments
+        query_, q_, heads_, vectors_, at_, form_, products_, first_ = arguments
         (share_, size_), (halves_, step_) = (cgutils.unpack_tuple(builder, part) for part in (heads_, form_))
         base, place = place_in(context, builder, vectors, vectors_, at_), at_.type
 
         def number(n):
             return ir.Constant(place, n)
 
-        def times(heads, held, channel, totals, vector):
-            """Add to `totals` the products of `held` with each head's numbers from `channel` on."""
+        def times(heads, part, channel, totals, vector):
+            """Add to `totals` the products of `part` with each head's numbers from `channel` on."""
             for head, total in zip(heads, totals, strict=True):
                 at = builder.gep(head, [channel])
                 at = builder.bitcast(at, FLOATS.as_pointer()) if vector else at
-                found = times_plus(builder, builder.load(at, align=4), held, builder.load(total))
-                builder.store(found, total)
+                added = times_plus(builder, builder.load(at, align=4), part, builder.load(total))
+                builder.store(added, total)
 
         def nibbles(value, vector):
             """Return the lower and the upper 4 bits of bytes, signed, as float32."""
@@ -120,14 +120,14 @@ def multiply(typing, asked, q, heads, vectors, at, form, products, first):
         def dots(g, many, four):
             sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
             rests = [cgutils.alloca_once(builder, FLOAT) for _ in range(many)]
-            for held in sums:
-                builder.store(every(FLOATS, 0.0), held)
-            for held in rests:
-                builder.store(ir.Constant(FLOAT, 0.0), held)
+            for total in sums:
+                builder.store(every(FLOATS, 0.0), total)
+            for total in rests:
+                builder.store(ir.Constant(FLOAT, 0.0), total)
             heads = []
             for k in range(many):
                 far = builder.mul(builder.add(g, number(k)), size_)
-                heads.append(place_in(context, builder, asked, asked_, builder.add(q_, far)))
+                heads.append(place_in(context, builder, query, query_, builder.add(q_, far)))
             half = builder.sdiv(builder.add(size_, number(1)), number(2))
             count = builder.sub(size_, half) if four else size_  # bytes of two channels, or numbers
             whole = builder.and_(count, number(-LANES))
@@ -135,27 +135,32 @@ def multiply(typing, asked, q, heads, vectors, at, form, products, first):
                 at = builder.gep(base, [j])
                 if four:
                     value = builder.load(builder.bitcast(at, MARKS.as_pointer()), align=1)
-                    for held, channel in zip(nibbles(value, True), (j, builder.add(half, j)), strict=True):
-                        times(heads, held, channel, sums, True)
+                    for part, channel in zip(nibbles(value, True), (j, builder.add(half, j)), strict=True):
+                        times(heads, part, channel, sums, True)
                 else:
                     times(heads, _lanes(builder, at, kind), j, sums, True)
             with cgutils.for_range_slice(builder, whole, count, number(1), intp=place) as (j, _):
                 value = builder.load(builder.gep(base, [j]))
                 if four:
-                    for held, channel in zip(nibbles(value, False), (j, builder.add(half, j)), strict=True):
-                        times(heads, held, channel, rests, False)
+                    for part, channel in zip(nibbles(value, False), (j, builder.add(half, j)), strict=True):
+                        times(heads, part, channel, rests, False)
                 else:
                     times(heads, widened(builder, value, kind), j, rests, False)
             if four:
                 with builder.if_then(builder.icmp_signed(">", half, count)):  # an odd channel, whose byte is half full
                     value = builder.load(builder.gep(base, [count]))
                     times(heads, nibbles(value, False)[0], count, rests, False)
-            for k, (held, rest) in enumerate(zip(sums, rests, strict=True)):
-                found = call(
-                    builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, builder.load(rest), builder.load(held), flags=FAST
+            for k, (whole, rest) in enumerate(zip(sums, rests, strict=True)):
+                product = call(
+                    builder,
+                    "llvm.vector.reduce.fadd.v16f32",
+                    FLOAT,
+                    builder.load(rest),
+                    builder.load(whole),
+                    flags=FAST,
                 )
                 to = place_in(context, builder, products, products_, builder.add(first_, builder.add(g, number(k))))
-                builder.store(builder.fmul(found, step_), to)
+                builder.store(builder.fmul(product, step_), to)
 
         if kind == types.int8:
             with builder.if_else(builder.icmp_signed("!=", halves_, number(0))) as (yes, no):
@@ -168,7 +173,7 @@ def multiply(typing, asked, q, heads, vectors, at, form, products, first):
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(asked, place, heads, vectors, place, form, products, place), code
+    return types.void(query, place, heads, vectors, place, form, products, place), code
 
 
 @njit
@@ -180,8 +185,8 @@ def coordinate(coordinates, at, j, half, bits):
 
 
 @intrinsic
-def unpack(typing, coordinates, at, bits, numbers, number_at, shape, held):
-    """held[:rank * wide]: how far the rows of a page lie along its directions, `page` of each `wide` places, from
+def unpack(typing, coordinates, at, bits, numbers, number_at, shape, along):
+    """along[:rank * wide]: how far the rows of a page lie along its directions, `page` of each `wide` places, from
     `coordinates[at:]` on and with codes the rows' steps, `numbers[number_at:]`. There are a multiple of eight.
 
     shape: rank, page, wide.
@@ -190,7 +195,7 @@ def unpack(typing, coordinates, at, bits, numbers, number_at, shape, held):
     bytes_ = ir.VectorType(ir.IntType(8), FEW)
 
     def code(context, builder, signature, arguments):
-        coordinates_, at_, bits_, numbers_, number_, shape_, held_ = arguments
+        coordinates_, at_, bits_, numbers_, number_, shape_, along_ = arguments
         rank_, page_, wide_ = cgutils.unpack_tuple(builder, shape_)
         place = at_.type
 
@@ -234,28 +239,28 @@ def unpack(typing, coordinates, at, bits, numbers, number_at, shape, held):
                         builder.shuffle_vector(a, b, order) for a, b in zip(quarters[::2], quarters[1::2], strict=True)
                     ]
                 to = builder.add(builder.mul(k, wide_), t)
-                builder.store(quarters[0], place_in(context, builder, held, held_, to, FLOATS), align=4)
+                builder.store(quarters[0], place_in(context, builder, along, along_, to, FLOATS), align=4)
 
         with cgutils.for_range(builder, rank_) as loop:
             page_of(loop.index)
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(coordinates, place, place, numbers, place, shape, held), code
+    return types.void(coordinates, place, place, numbers, place, shape, along), code
 
 
 @intrinsic
-def log_sums(typing, products, first, shape, held, edge, logits, out):
+def log_sums(typing, products, first, shape, along, edge, logits, out):
     """out[:share]: the logarithm of the sum of a page's exponentiated logits, but the mean's, for each query head.
 
     shape: share, rank, wide.
     Products of the heads with direction k are `products[first + k * share:]`, the rows' places along it
-    `held[k * wide:]`; `edge` `[wide]` is 0 for a row, far below any logit for a place behind the last; logits:
+    `along[k * wide:]`; `edge` `[wide]` is 0 for a row, far below any logit for a place behind the last; logits:
     `[SERVED*wide]`, to work in. Heads take turns at each instruction, as each waits for its own last one.
     """
 
     def code(context, builder, signature, arguments):
-        products_, first_, shape_, held_, edge_, logits_, out_ = arguments
+        products_, first_, shape_, along_, edge_, logits_, out_ = arguments
         share_, rank_, wide_ = cgutils.unpack_tuple(builder, shape_)
         place = wide_.type
 
@@ -272,23 +277,25 @@ def log_sums(typing, products, first, shape, held, edge, logits, out):
         def heads(g, many):
             tops = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
             totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
-            found = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
+            logits_at = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
             for top, total in zip(tops, totals, strict=True):
                 builder.store(every(FLOATS, LOWEST), top)
                 builder.store(every(FLOATS, 0.0), total)
             with cgutils.for_range_slice(builder, number(0), wide_, number(LANES), intp=place) as (t, _):
                 start = load(edge, edge_, t)
-                for one in found:
-                    builder.store(start, one)
+                for logit_at in logits_at:
+                    builder.store(start, logit_at)
                 with cgutils.for_range(builder, rank_) as loop:
-                    row = load(held, held_, builder.add(builder.mul(loop.index, wide_), t))
+                    row = load(along, along_, builder.add(builder.mul(loop.index, wide_), t))
                     row = builder.fmul(row, every(FLOATS, float(LOG2E)))
                     at = builder.add(builder.add(first_, g), builder.mul(loop.index, share_))
-                    for k, one in enumerate(found):
+                    for k, logit_at in enumerate(logits_at):
                         x = builder.load(place_in(context, builder, products, products_, builder.add(at, number(k))))
-                        builder.store(times_plus(builder, splat(builder, x, FLOATS), row, builder.load(one)), one)
-                for k, (one, top) in enumerate(zip(found, tops, strict=True)):
-                    logit = builder.load(one)
+                        builder.store(
+                            times_plus(builder, splat(builder, x, FLOATS), row, builder.load(logit_at)), logit_at
+                        )
+                for k, (logit_at, top) in enumerate(zip(logits_at, tops, strict=True)):
+                    logit = builder.load(logit_at)
                     builder.store(logit, of_head(k, t), align=4)
                     builder.store(larger(builder, logit, builder.load(top)), top)  # never NaN: see `larger`
             highest = [
@@ -315,4 +322,4 @@ def log_sums(typing, products, first, shape, held, edge, logits, out):
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(products, place, shape, held, edge, logits, out), code
+    return types.void(products, place, shape, along, edge, logits, out), code

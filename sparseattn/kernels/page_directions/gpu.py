@@ -24,9 +24,9 @@ from sparseattn.kernels.page_directions.reference import Form, Parts
 
 
 @triton.jit
-def _nibbles(held, high: tl.constexpr):
+def _nibbles(packed, high: tl.constexpr):
     """Return the signed upper or lower 4 bits of int8 bytes."""
-    wide = held.to(tl.int32)
+    wide = packed.to(tl.int32)
     if high:
         return wide >> 4
     return ((wide & 15) ^ 8) - 8
@@ -48,10 +48,10 @@ def _product(
     total = tl.zeros([BLOCK, BLOCK_G], tl.float32)
     for first in range(0, D, CHUNK):
         d = first + tl.arange(0, CHUNK)
-        asked = (g < G)[None, :] & (d < D)[:, None]
-        q = tl.load(query + g[None, :] * D + d[:, None], mask=asked, other=0.0)  # [CHUNK,BLOCK_G]
-        held = tl.load(vector + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0)  # [BLOCK,CHUNK]
-        total = tl.dot(held.to(q.dtype), q, total, input_precision="ieee")
+        mask = (g < G)[None, :] & (d < D)[:, None]
+        q = tl.load(query + g[None, :] * D + d[:, None], mask=mask, other=0.0)  # [CHUNK,BLOCK_G]
+        numbers = tl.load(vector + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0)  # [BLOCK,CHUNK]
+        total = tl.dot(numbers.to(q.dtype), q, total, input_precision="ieee")
     return total
 
 
@@ -131,9 +131,9 @@ def score_directions(
     if numbers is not None:
         number = numbers + b.to(tl.int64) * number_step_b + h.to(tl.int64) * number_step_h + place * number_step_p
     served = (g < G)[None, :]
-    found = _product(entry, known, query, G, D, BLOCK, BLOCK_G, CHUNK) * scale
+    scores = _product(entry, known, query, G, D, BLOCK, BLOCK_G, CHUNK) * scale
     if BITS < 16:
-        found *= tl.load(number, mask=known, other=0.0).to(tl.float32)[:, None]
+        scores *= tl.load(number, mask=known, other=0.0).to(tl.float32)[:, None]
     squares = tl.zeros([BLOCK, BLOCK_G], tl.float32)
     if KIND == "clse":
         t = tl.arange(0, PAGE)
@@ -164,8 +164,8 @@ def score_directions(
         lengths = tl.zeros([BLOCK_G], tl.float32)
         for first in range(0, D, CHUNK):
             d = first + tl.arange(0, CHUNK)
-            asked = (g < G)[None, :] & (d < D)[:, None]
-            q = tl.load(query + g[None, :] * D + d[:, None], mask=asked, other=0.0).to(tl.float32) * scale
+            mask = (g < G)[None, :] & (d < D)[:, None]
+            q = tl.load(query + g[None, :] * D + d[:, None], mask=mask, other=0.0).to(tl.float32) * scale
             lengths += tl.sum(q * q, 0)
         other = (other * other)[:, None]  # [BLOCK,1]
     if KIND == "clse":
@@ -174,28 +174,28 @@ def score_directions(
             steps = tl.load(rows, mask=known[:, None] & (t >= 0)[None, :], other=0.0)
             logits *= steps.to(tl.float32)[:, :, None]
         top = tl.max(logits, 1)
-        found += top + log_or_inf(tl.sum(tl.exp(logits - top[:, None, :]), 1))
+        scores += top + log_or_inf(tl.sum(tl.exp(logits - top[:, None, :]), 1))
         if REST:
-            found += 0.5 * other * tl.maximum(lengths[None, :] - squares, 0.0)
+            scores += 0.5 * other * tl.maximum(lengths[None, :] - squares, 0.0)
     else:
         if REST:
             squares += other * lengths[None, :]
         if KIND == "ellipsoid":
-            found += deviations * tl.sqrt(squares)
+            scores += deviations * tl.sqrt(squares)
         else:
-            found += 0.5 * squares
-    found = tl.where(known[:, None], found, float("-inf"))
+            scores += 0.5 * squares
+    scores = tl.where(known[:, None], scores, float("-inf"))
     if VOTE == "sum" or VOTE == "max":
         if VOTE == "sum":
-            voted = tl.sum(tl.where(served, found, 0.0), 1)
+            voted = tl.sum(tl.where(served, scores, 0.0), 1)
         else:
-            voted = tl.max(tl.where(served, found, float("-inf")), 1)
+            voted = tl.max(tl.where(served, scores, float("-inf")), 1)
         tl.store(out + head * pages + page, voted, mask=here)
     else:
         row = head * G + g
-        tl.store(out + row[None, :] * pages + page[:, None], found, mask=served & here[:, None])
+        tl.store(out + row[None, :] * pages + page[:, None], scores, mask=served & here[:, None])
         if VOTE == "softmax":
-            tl.store(tile_lse + row * tl.num_programs(0) + tile, log_sum(tl.trans(found)), mask=g < G)
+            tl.store(tile_lse + row * tl.num_programs(0) + tile, log_sum(tl.trans(scores)), mask=g < G)
 
 
 def launch(itemsize: int, size: int, group: int, vote: str, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -106,7 +106,7 @@ def _in_codes(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """vectors, numbers and coordinates of 8 bits, all but the mean of 4 where the form says so."""
     last = (1 << form.bits - 1) - 1
-    held, step = _coded(mean, 127, dtype)
+    codes_of_mean, step = _coded(mean, 127, dtype)
     others, steps = _coded(directions, last, dtype)
     numbers = [step, steps]
     codes = coordinates
@@ -116,7 +116,7 @@ def _in_codes(
     codes = codes.mT.flatten(3)
     if form.bits == 4:
         others, codes = _halved(others), _halved(codes) if form.kind == "clse" else codes
-    return torch.cat([held.flatten(3), others.flatten(3)], -1), numbers, codes
+    return torch.cat([codes_of_mean.flatten(3), others.flatten(3)], -1), numbers, codes
 
 
 def principal(away: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,13 +157,13 @@ def _halved(codes: Tensor) -> Tensor:
     """Codes of 4 bits `[..,n]`, two to a byte: `[..,ceil(n/2)]` int8, the first half of them in the low bits."""
     half = -(-codes.shape[-1] // 2)
     codes = torch.nn.functional.pad(codes, (0, 2 * half - codes.shape[-1])).to(torch.int16)
-    held = (codes[..., :half] & 15) | (codes[..., half:] & 15) << 4
-    return (held - 256 * (held > 127)).to(torch.int8)
+    packed = (codes[..., :half] & 15) | (codes[..., half:] & 15) << 4
+    return (packed - 256 * (packed > 127)).to(torch.int8)
 
 
-def _unhalved(held: Tensor, size: int) -> Tensor:
+def _unhalved(packed: Tensor, size: int) -> Tensor:
     """Codes `[..,size]` of `_halved`'s bytes."""
-    wide = held.to(torch.int16)
+    wide = packed.to(torch.int16)
     return torch.cat([((wide & 15) ^ 8) - 8, wide >> 4], -1)[..., :size]
 
 
@@ -209,20 +209,20 @@ def estimates(query: Tensor, entries: Parts, form: Form, temperature: float) -> 
         `[B,H,G,P]` float32 (float64 of a float64 query).
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    asked = query.to(wide) / temperature
+    scaled = query.to(wide) / temperature
     vectors, coordinates, rest = decode(entries, form, query.shape[-1], wide)
-    products = (asked @ vectors.flatten(2, 3).mT).unflatten(-1, (-1, 1 + form.rank))  # [B,H,G,P,1+r]
+    products = (scaled @ vectors.flatten(2, 3).mT).unflatten(-1, (-1, 1 + form.rank))  # [B,H,G,P,1+r]
     mean, along = products[..., 0], products[..., 1:]
     squares = along.square().sum(-1)
     if coordinates is not None:
         logits = (along[..., None, :] @ coordinates[:, :, None])[..., 0, :]  # [B,H,G,P,page]
-        found = mean + logits.logsumexp(-1)
+        estimate = mean + logits.logsumexp(-1)
         if rest is not None:
-            left = (asked.square().sum(-1, keepdim=True) - squares).clamp(min=0)
-            found = found + rest[:, :, None].square() * left / 2
-        return found
+            left = (scaled.square().sum(-1, keepdim=True) - squares).clamp(min=0)
+            estimate = estimate + rest[:, :, None].square() * left / 2
+        return estimate
     if rest is not None:
-        squares = squares + rest[:, :, None].square() * asked.square().sum(-1, keepdim=True)
+        squares = squares + rest[:, :, None].square() * scaled.square().sum(-1, keepdim=True)
     if form.kind == "ellipsoid":
         return mean + form.deviations * squares.sqrt()
     return mean + squares / 2

@@ -81,9 +81,9 @@ def sampled(rows: int, device: torch.device) -> Tensor:
     there are fewer than 1,024 blocks those of more, of fewer than 128 all."""
     apart, blocks = blocks_apart(rows), -(-rows // BLOCK)
     first = torch.arange(0, blocks, apart, device=device) * BLOCK
-    found = (first[:, None] + torch.arange(BLOCK, device=device)).flatten()
+    drawn = (first[:, None] + torch.arange(BLOCK, device=device)).flatten()
     last = (blocks - 1) // apart * apart * BLOCK  # the first row of the last block, of which not all need be there
-    return found[: len(found) - max(last + BLOCK - rows, 0)]
+    return drawn[: len(drawn) - max(last + BLOCK - rows, 0)]
 
 
 def spans(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,9 +35,9 @@ def _take_tail(codes, step, count, valid, total, own):
     codes, valid: addresses."""
     left, whole = total % TILE, total // TILE * TILE
     for r in range(count + 1 if left else 0):
-        held = array_at(np.uint8, valid + whole if r == count else codes + r * step + whole, left)
+        bits_left = array_at(np.uint8, valid + whole if r == count else codes + r * step + whole, left)
         for i in range(left):
-            own[r * TILE + i] = held[i]
+            own[r * TILE + i] = bits_left[i]
 
 
 @entry(parallel=True, cache=True, nogil=True)
@@ -52,7 +52,7 @@ def _best(query, turn, centroids, shape, codes, valid, sizes, arenas, out_at):
     (lists, heads, total, apart, more, wanted, most), (arenas_at, arena_size, workers) = sizes, arenas
     share, subspaces, entries, size = shape
     wide, sampled = subspaces * size, (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
-    asked = array_at(kind, query_at, lists * share * wide)
+    queries = array_at(kind, query_at, lists * share * wide)
     turns = array_at(turn_kind, turn_at, lists * wide * wide)
     books = array_at(centroid_kind, centroids_at, lists * entries * wide)
     out = array_at(np.int32, out_at, 2 * lists * wanted)
@@ -62,7 +62,7 @@ def _best(query, turn, centroids, shape, codes, valid, sizes, arenas, out_at):
         names, tail = np.empty((share, count * 8 // bits, entries), np.uint8), np.zeros((count + 1) * TILE, np.uint8)
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             for i in range(share * wide):
-                scaled[i] = read(asked, which * share * wide + i) / root
+                scaled[i] = read(queries, which * share * wide + i) / root
             make_tables(scaled, turns, which * wide * wide, books, which * entries * wide,
                         (share, subspaces, entries, size), turned, tables)  # fmt: skip
             unit = round_tables(tables, names) * LOG2E
@@ -71,17 +71,17 @@ def _best(query, turn, centroids, shape, codes, valid, sizes, arenas, out_at):
             _take_tail(first, step, count, there, total, tail)
             stored, given, ends = (first, step, count, bits, there), (names.ctypes.data, share), tail.ctypes.data
             own, arena = out[which * wanted : (which + 1) * wanted], arenas_at + worker * arena_size
-            found = choose_rows(stored, given, ends, total, apart, more, unit, most, sampled, arena, own)
-            if found < 0:
+            chosen = choose_rows(stored, given, ends, total, apart, more, unit, most, sampled, arena, own)
+            if chosen < 0:
                 every = (total + TILE - 1) // TILE * TILE + TILE
                 larger = np.empty(_room(share, count, bits, sampled, every)[-1], np.uint8)
-                found = choose_rows(
+                chosen = choose_rows(
                     stored, given, ends, total, apart, more, unit, every, sampled, larger.ctypes.data, own
                 )
                 larger[0] = 0  # which is held until here
             for i in range(wanted):
-                out[(lists + which) * wanted + i] = i < found
-                own[i] = own[i] if i < found else 0
+                out[(lists + which) * wanted + i] = i < chosen
+                own[i] = own[i] if i < chosen else 0
 
 
 @njit
@@ -156,11 +156,11 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor
     query, codes, valid = tables.query.contiguous(), keys.codes, keys.valid
     batch, heads, share, _ = query.shape
     _, _, subspaces, entries, size = tables.centroids.shape
-    _, _, held, rows = codes.shape
+    _, _, width, rows = codes.shape
     if subspaces > MOST:
         raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
-    if held != -(-subspaces * keys.bits // 8):
-        raise ValueError(f"{subspaces} codes of {keys.bits} bits do not fill {held} bytes")
+    if width != -(-subspaces * keys.bits // 8):
+        raise ValueError(f"{subspaces} codes of {keys.bits} bits do not fill {width} bytes")
     if codes.stride(3) != 1 and rows > 1:
         raise ValueError(f"the kernel reads codes whose rows are adjacent: the last stride is 1, got {codes.stride()}")
     lists, more, apart = batch * heads, min(MORE * count, rows), blocks_apart(rows)
@@ -171,13 +171,13 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor
         return out[0], out[1]
     most = (2 * more + 4 * TILE) // TILE * TILE  # where more are listed, a thread makes room for all
     sampled = -(-rows // (BLOCK * apart)) * BLOCK
-    arena = -(-room(share, held, keys.bits, sampled, most)[-1] // 4096) * 4096
+    arena = -(-room(share, width, keys.bits, sampled, most)[-1] // 4096) * 4096
     with ONE_AT_A_TIME:
         workers = max(1, min(use_threads(lists * (share * subspaces * rows / 16 + CANDIDATE * more)), lists))
         scratch = _scratch(workers * arena)
         _best(
             (*address_of(query), np.float32(tables.temperature)), address_of(turn), address_of(centroids),
-            (share, subspaces, entries, size), (codes.data_ptr(), *codes.stride()[:3], held, keys.bits),
+            (share, subspaces, entries, size), (codes.data_ptr(), *codes.stride()[:3], width, keys.bits),
             (valid.data_ptr(), valid.stride(0)), (lists, heads, rows, apart, more, out.shape[3], most),
             (scratch.data_ptr(), arena, workers), out.data_ptr(),
         )  # fmt: skip

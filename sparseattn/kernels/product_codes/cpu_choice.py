@@ -58,13 +58,13 @@ def _sum(codes, step, count, bits, names, share, out, head_step, valid):
 
 
 @njit
-def _smallest(near, count, wanted):
-    """Return the least number, 0 or more, that `wanted` of the `count` int16 at the address `near` do not exceed;
+def _smallest(gap, count, wanted):
+    """Return the least number, 0 or more, that `wanted` of the `count` int16 at the address `gap` do not exceed;
     `ALL`."""
     low, high = 0, ALL
     while low < high:
         middle = (low + high) >> 1
-        if count_within(near, count, np.int16(middle)) >= wanted:
+        if count_within(gap, count, np.int16(middle)) >= wanted:
             high = middle
         else:
             low = middle + 1
@@ -72,12 +72,12 @@ def _smallest(near, count, wanted):
 
 
 @njit
-def _sample(stored, tables, tail, total, apart, unit, sums, near, tops):
+def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
     """Write what sum of a query head all rows are compared with, `tops` `[G]` int16, by a sample: the rows of every
     `apart`-th block. Return how many rows that is, in whole blocks.
 
     A head's number is the logarithm of its weights' sum, in steps of sums, less what keeps it among these and is the
-    same for all heads. unit: such a step in a logit, in units of log 2; sums, near: int16, written too: the sums of
+    same for all heads. unit: such a step in a logit, in units of log 2; sums, gap: int16, written too: the sums of
     these rows, one query head's behind another's, and how far they are below. All but numbers are addresses.
     """
     (codes, step, count, bits, valid), (names, share) = stored, tables
@@ -93,17 +93,17 @@ def _sample(stored, tables, tail, total, apart, unit, sums, near, tops):
     weight, best, least = np.zeros(share, np.float32), np.zeros(share, np.float32), np.float32(np.inf)
     highest = array_at(np.int16, tops, share)
     highest[:] = 0
-    nearest(sums, 2 * rows, share, tops, near, rows)
+    nearest(sums, 2 * rows, share, tops, gap, rows)
     for g in range(share):
-        top = highest_sum(sums + 2 * rows * g, near, np.int16(ALL), rows)
+        top = highest_sum(sums + 2 * rows * g, gap, np.int16(ALL), rows)
         if top >= 0 and unit > 0:
             best[g] = top
-            found = added_up(sums + 2 * rows * g, near, np.int16(ALL), np.float32(unit), top, rows, 0)
-            weight[g] = best[g] + np.log2(found) / unit
+            total_weight = added_up(sums + 2 * rows * g, gap, np.int16(ALL), np.float32(unit), top, rows, 0)
+            weight[g] = best[g] + np.log2(total_weight) / unit
         least = min(least, weight[g] - best[g])
     for g in range(share):
         highest[g] = np.int16(min(np.rint(weight[g] - least), np.float32(ALL)))
-    nearest(sums, 2 * rows, share, tops, near, rows)
+    nearest(sums, 2 * rows, share, tops, gap, rows)
     return rows
 
 
@@ -128,10 +128,10 @@ def _list(stored, tables, tail, total, limit, most, places):
     codes and `[most]` names; work has room for two numbers of 64 bits and `[G + 1,64]` int16. All are addresses, as
     arrays would be counted anew for each tile.
     """
-    (codes, step, count, bits, valid), share, found, whole = stored, tables[1], 0, total // TILE * TILE
+    (codes, step, count, bits, valid), share, listed, whole = stored, tables[1], 0, total // TILE * TILE
     _, _, kept, rows, _, tops, begins, losses, _, work = places
     for first in range(0, total, TILE):
-        if found + TILE > most:
+        if listed + TILE > most:
             return -1
         at, across, there = codes + first, step, valid + first
         if first == whole:
@@ -142,9 +142,9 @@ def _list(stored, tables, tail, total, limit, most, places):
             _mark((at, across, count, bits, there), tables, tops, limit, work + 16, work)
         ask(at + AHEAD, across, count)
         ask(at + AHEAD + BLOCK, across, count)
-        found = list_rows(work, found, first, at, across, count, kept, most, rows)
-        found = list_rows(work + 8, found, first + BLOCK, at + BLOCK, across, count, kept, most, rows)
-    return found
+        listed = list_rows(work, listed, first, at, across, count, kept, most, rows)
+        listed = list_rows(work + 8, listed, first + BLOCK, at + BLOCK, across, count, kept, most, rows)
+    return listed
 
 
 @njit
@@ -155,7 +155,7 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
     limit: about how far that is; places: those of `choose_rows`.
     """
     (_, _, count, bits, _), (names, share) = stored, tables
-    sums, near, kept, _, _, tops, begins, losses, ones, _ = places
+    sums, gap, kept, _, _, tops, begins, losses, ones, _ = places
     marked, size = array_at(np.uint8, ones, BLOCK), count * 8 // bits << bits
     marked[:] = 1
     while True:
@@ -163,17 +163,17 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
             array_at(np.uint8, names, share * size), array_at(np.int16, tops, share), (share, size >> bits, 1 << bits),
             limit, array_at(np.uint8, losses, share * size), array_at(np.uint8, begins, share),
         )  # fmt: skip
-        found = _list(stored, tables, tail, total, limit, most, places)
-        if found < 0:
-            return found, 0
-        if found >= more or limit == ALL:
-            wide = (found + BLOCK - 1) // BLOCK * BLOCK
+        listed = _list(stored, tables, tail, total, limit, most, places)
+        if listed < 0:
+            return listed, 0
+        if listed >= more or limit == ALL:
+            wide = (listed + BLOCK - 1) // BLOCK * BLOCK
             for first in range(0, wide, BLOCK):
                 _sum(kept + first, most, count, bits, names, share, sums + 2 * first, 2 * most, ones)
-            nearest(sums, 2 * most, share, tops, near, wide)
-            below = array_at(np.int16, near, wide)
-            below[found:] = NONE
-            last = _smallest(near, wide, more)
+            nearest(sums, 2 * most, share, tops, gap, wide)
+            below = array_at(np.int16, gap, wide)
+            below[listed:] = NONE
+            last = _smallest(gap, wide, more)
             if last <= limit:
                 return wide, last
         limit = min(2 * limit + 16, ALL)
@@ -184,11 +184,11 @@ def _vote(places, step, count, last, unit, share, wanted):
     """Move the names of the best of `count` rows, in whole blocks, to the front of rows, and return how many; see
     `choose`. places: of `choose_rows`, where the heads' factors `[G]` float32 take the place of tops; step: rows from a
     query head's sums and weights to the next's."""
-    sums, near, _, rows, weighed, factors_at, _, _, _, _ = places
+    sums, gap, _, rows, weighed, factors_at, _, _, _, _ = places
     factors, least = array_at(np.float32, factors_at, share), np.float32(np.inf)
     for g in range(share):
-        top = highest_sum(sums + 2 * step * g, near, np.int16(last), count)
-        factors[g] = weights(sums + 2 * step * g, near, np.int16(last), np.float32(unit), top, count,
+        top = highest_sum(sums + 2 * step * g, gap, np.int16(last), count)
+        factors[g] = weights(sums + 2 * step * g, gap, np.int16(last), np.float32(unit), top, count,
                              weighed + 4 * step * g)  # fmt: skip
         least = min(least, factors[g])
     for g in range(share):
@@ -198,10 +198,10 @@ def _vote(places, step, count, last, unit, share, wanted):
 
 
 def room(share, count, bits, sampled, most):
-    """Places of what `choose_rows` works in, from one address on: `sums`, near, kept, rows, weights, tops, begins,
+    """Places of what `choose_rows` works in, from one address on: `sums`, gap, kept, rows, weights, tops, begins,
     losses, ones, and room for `_list`; and its bytes in all."""
-    near = 2 * share * max(sampled, most)
-    kept = near + 2 * max(sampled, most)
+    gap = 2 * share * max(sampled, most)
+    kept = gap + 2 * max(sampled, most)
     rows = kept + count * most
     weighed = rows + 4 * most
     tops = weighed + 4 * share * most
@@ -209,7 +209,7 @@ def room(share, count, bits, sampled, most):
     losses = begins + share
     ones = losses + share * (count * 8 // bits << bits)
     work = ones + BLOCK
-    return near, kept, rows, weighed, tops, begins, losses, ones, work, work + 16 + 2 * (share + 1) * BLOCK
+    return gap, kept, rows, weighed, tops, begins, losses, ones, work, work + 16 + 2 * (share + 1) * BLOCK
 
 
 _room = njit(room)
@@ -225,12 +225,12 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
     `room` says.
     """
     share, count, bits = tables[1], stored[2], stored[3]
-    near, kept, rows, weighed, tops, begins, losses, ones, work, _ = _room(share, count, bits, sampled, most)
-    near, kept, rows, weighed, tops = arena + near, arena + kept, arena + rows, arena + weighed, arena + tops
-    places = arena, near, kept, rows, weighed, tops, arena + begins, arena + losses, arena + ones, arena + work
-    found = _sample(stored, tables, tail, total, apart, unit, arena, near, tops)
+    gap, kept, rows, weighed, tops, begins, losses, ones, work, _ = _room(share, count, bits, sampled, most)
+    gap, kept, rows, weighed, tops = arena + gap, arena + kept, arena + rows, arena + weighed, arena + tops
+    places = arena, gap, kept, rows, weighed, tops, arena + begins, arena + losses, arena + ones, arena + work
+    threshold = _sample(stored, tables, tail, total, apart, unit, arena, gap, tops)
     needed = more / apart
-    limit = _smallest(near, found, int(np.ceil(needed + 2 * np.sqrt(needed) + 1)))
+    limit = _smallest(gap, threshold, int(np.ceil(needed + 2 * np.sqrt(needed) + 1)))
     wide, last = _candidates(stored, tables, tail, total, more, limit, most, places)
     if wide < 0:
         return wide

@@ -54,17 +54,17 @@ def _losses(builder, heads, g, codes, tables, size, begins, least):
             table = builder.add(first, builder.shl(loop.index, long(5)))
             for head in range(heads):
                 for half in range(2):
-                    held = table_at(builder, moved(builder, table, 16 * half))
+                    half_table = table_at(builder, moved(builder, table, 16 * half))
                     for part in range(TOGETHER):
                         total = totals[head][part]
-                        found = looked_up(builder, held, names[part][half])
-                        found = call(builder, f"llvm.uadd.sat.v{WIDTH}i8", BYTES, builder.load(total), found)
-                        builder.store(found, total)
+                        losses = looked_up(builder, half_table, names[part][half])
+                        losses = call(builder, f"llvm.uadd.sat.v{WIDTH}i8", BYTES, builder.load(total), losses)
+                        builder.store(losses, total)
                 table = builder.add(table, size)
         for part in range(TOGETHER):
-            held = least[tile + part]
+            least_yet = least[tile + part]
             for own in totals:
-                builder.store(_fewer(builder, builder.load(own[part]), builder.load(held)), held)
+                builder.store(_fewer(builder, builder.load(own[part]), builder.load(least_yet)), least_yet)
 
 
 @intrinsic
@@ -78,8 +78,8 @@ def possible(typing, codes, step, count, tables, size, begins, share, valid, mar
     def code(context, builder, signature, arguments):
         codes_, step_, count_, tables_, size_, begins_, share_, valid_, marks_ = arguments
         least = [cgutils.alloca_once(builder, BYTES) for _ in range(TILE // WIDTH)]
-        for held in least:
-            builder.store(every(BYTES, ABOVE), held)
+        for least_loss in least:
+            builder.store(every(BYTES, ABOVE), least_loss)
 
         def losses(heads, g):
             _losses(builder, heads, g, CodesAt(codes_, step_, count_), tables_, size_, begins_, least)
@@ -91,8 +91,8 @@ def possible(typing, codes, step, count, tables, size, begins, share, valid, mar
                 first = half * BLOCK + tile * WIDTH
                 there = load(builder, moved(builder, valid_, first), BYTES)
                 below = builder.icmp_unsigned("!=", builder.load(least[first // WIDTH]), every(BYTES, ABOVE))
-                found = builder.and_(below, builder.icmp_unsigned("!=", there, every(BYTES, 0)))
-                bits = builder.or_(bits, builder.shl(mask_of(builder, found), long(tile * WIDTH)))
+                hits = builder.and_(below, builder.icmp_unsigned("!=", there, every(BYTES, 0)))
+                bits = builder.or_(bits, builder.shl(mask_of(builder, hits), long(tile * WIDTH)))
             store(builder, bits, moved(builder, marks_, 8 * half))
         return context.get_dummy_value()
 
@@ -117,13 +117,13 @@ def _moved_together(builder, name, x, marks):
     return call(builder, f"llvm.x86.avx512.mask.compress.{name}", x.type, x, every(x.type, 0), marks)
 
 
-def _list_at_once(builder, marks, found, first, codes, kept, most, rows):
+def _list_at_once(builder, marks, listed, first, codes, kept, most, rows):
     """`list_rows` in a few instructions: 64 bytes are written whatever is listed."""
     wide = ir.VectorType(BYTE, BLOCK)
     lanes = builder.bitcast(marks, ir.VectorType(ir.IntType(1), BLOCK))
     with cgutils.for_range(builder, codes.count) as loop:
         own = load(builder, builder.add(codes.at, builder.mul(loop.index, codes.step)), wide)
-        at = builder.add(builder.add(kept, builder.mul(loop.index, most)), found)
+        at = builder.add(builder.add(kept, builder.mul(loop.index, most)), listed)
         store(builder, _moved_together(builder, "v64i8", own, lanes), at)
     which = _moved_together(builder, "v64i8", ir.Constant(wide, list(range(BLOCK))), lanes)
     many = builder.ctpop(marks)
@@ -133,18 +133,20 @@ def _list_at_once(builder, marks, found, first, codes, kept, most, rows):
         def put(part=part):
             few = ir.Constant(ir.VectorType(WORD, LANES), list(range(part, part + LANES)))
             own = builder.zext(builder.shuffle_vector(which, which, few), WORDS)
-            store(builder, builder.add(own, base), builder.add(rows, builder.shl(moved(builder, found, part), long(2))))
+            store(
+                builder, builder.add(own, base), builder.add(rows, builder.shl(moved(builder, listed, part), long(2)))
+            )
 
         if part == 0:
             put()
         else:
             with builder.if_then(builder.icmp_unsigned(">", many, long(part)), likely=False):
                 put()
-    return builder.add(found, many)
+    return builder.add(listed, many)
 
 
-def _list_one_by_one(builder, marks, found, first, codes, kept, most, rows):
-    left, to = cgutils.alloca_once_value(builder, marks), cgutils.alloca_once_value(builder, found)
+def _list_one_by_one(builder, marks, listed, first, codes, kept, most, rows):
+    left, to = cgutils.alloca_once_value(builder, marks), cgutils.alloca_once_value(builder, listed)
     loop, body, end = (builder.append_basic_block(name) for name in ("rows", "rows.body", "rows.end"))
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -165,8 +167,8 @@ def _list_one_by_one(builder, marks, found, first, codes, kept, most, rows):
 
 
 @intrinsic
-def list_rows(typing, marks, found, first, codes, step, count, kept, most, rows):
-    """List the rows of 64 that have a bit in the number at `marks` behind the `found` ones that are listed: their
+def list_rows(typing, marks, listed, first, codes, step, count, kept, most, rows):
+    """List the rows of 64 that have a bit in the number at `marks` behind the `listed` ones that are listed: their
     names, `first` that of the first, at `rows`, int32; byte r of their codes at `kept + r * most`. Return how many are
     listed then.
 
@@ -174,9 +176,9 @@ def list_rows(typing, marks, found, first, codes, step, count, kept, most, rows)
     """
 
     def code(context, builder, signature, arguments):
-        marks_, found_, first_, codes_, step_, count_, *to = arguments
-        held, own = load(builder, marks_, LONG), CodesAt(codes_, step_, count_)
-        return (_list_at_once if COMPRESSES else _list_one_by_one)(builder, held, found_, first_, own, *to)
+        marks_, listed_, first_, codes_, step_, count_, *to = arguments
+        marks_here, own = load(builder, marks_, LONG), CodesAt(codes_, step_, count_)
+        return (_list_at_once if COMPRESSES else _list_one_by_one)(builder, marks_here, listed_, first_, own, *to)
 
     return place(*[place] * 9), code
 

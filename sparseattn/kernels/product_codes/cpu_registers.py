@@ -80,8 +80,8 @@ def both_codes(builder, at):
 
 
 def table_at(builder, at):
-    held = load(builder, at, TABLE)
-    return builder.shuffle_vector(held, held, SIXTEEN_OF)
+    table = load(builder, at, TABLE)
+    return builder.shuffle_vector(table, table, SIXTEEN_OF)
 
 
 def looked_up(builder, table, names):

@@ -55,11 +55,11 @@ def _sums_of_heads(builder, heads, g, codes, tables, size, out, head_step, valid
             own = builder.add(first, builder.shl(loop.index, long(5)))
             for head in range(heads):
                 for half, index in enumerate(names):
-                    found = looked_up(builder, table_at(builder, moved(builder, own, 16 * half)), index)
-                    found = builder.bitcast(found, SHORTS)
+                    entries = looked_up(builder, table_at(builder, moved(builder, own, 16 * half)), index)
+                    entries = builder.bitcast(entries, SHORTS)
                     # The sum of the even rows' bytes, and 256 times the odd ones', less what does not fit.
-                    builder.store(builder.add(builder.load(lows[head]), found), lows[head])
-                    odd = builder.lshr(found, every(SHORTS, 8))
+                    builder.store(builder.add(builder.load(lows[head]), entries), lows[head])
+                    odd = builder.lshr(entries, every(SHORTS, 8))
                     builder.store(builder.add(builder.load(highs[head]), odd), highs[head])
                 own = builder.add(own, size)
         there = builder.icmp_unsigned("!=", load(builder, moved(builder, valid, tile * WIDTH), BYTES), every(BYTES, 0))
@@ -95,12 +95,12 @@ def sum_block(typing, codes, step, count, tables, size, share, out, head_step, v
 
 
 @intrinsic
-def nearest(typing, sums, head_step, share, tops, near, count):
-    """At `near`, int16: how far the sums of `count` rows, a multiple of 64, are below `tops`, int16 of each query head,
+def nearest(typing, sums, head_step, share, tops, gap, count):
+    """At `gap`, int16: how far the sums of `count` rows, a multiple of 64, are below `tops`, int16 of each query head,
     at the head where that is least; `NONE` where a sum is below 0. All are addresses."""
 
     def code(context, builder, signature, arguments):
-        sums_, step_, share_, tops_, near_, count_ = arguments
+        sums_, step_, share_, tops_, gap_, count_ = arguments
         with cgutils.for_range_slice(builder, long(0), count_, long(HALF), intp=count_.type) as (n, _):
             at = builder.shl(n, long(1))
             least = cgutils.alloca_once(builder, SHORTS)
@@ -111,27 +111,27 @@ def nearest(typing, sums, head_step, share, tops, near, count):
                 top = load(builder, builder.add(tops_, builder.shl(loop.index, long(1))), SHORT)
                 less = builder.sub(shorts_of(builder, top), total)
                 less = builder.select(builder.icmp_signed("<", total, every(SHORTS, 0)), every(SHORTS, NONE), less)
-                held = builder.load(least)
-                builder.store(builder.select(builder.icmp_signed("<", less, held), less, held), least)
-            store(builder, builder.load(least), builder.add(near_, at))
+                before = builder.load(least)
+                builder.store(builder.select(builder.icmp_signed("<", less, before), less, before), least)
+            store(builder, builder.load(least), builder.add(gap_, at))
         return context.get_dummy_value()
 
     return types.void(*[place] * 6), code
 
 
 @intrinsic
-def count_within(typing, near, count, limit):
-    """How many of `count` int16 numbers at `near`, a multiple of 64 and below 2^15 times a register's, are `limit` at
+def count_within(typing, gap, count, limit):
+    """How many of `count` int16 numbers at `gap`, a multiple of 64 and below 2^15 times a register's, are `limit` at
     most."""
 
     def code(context, builder, signature, arguments):
-        near_, count_, limit_ = arguments
+        gap_, count_, limit_ = arguments
         most, total = shorts_of(builder, limit_), cgutils.alloca_once(builder, SHORTS)
         builder.store(every(SHORTS, 0), total)
         with cgutils.for_range_slice(builder, long(0), count_, long(HALF), intp=count_.type) as (n, _):
-            x = load(builder, builder.add(near_, builder.shl(n, long(1))), SHORTS)
-            found = builder.sext(builder.icmp_signed("<=", x, most), SHORTS)
-            builder.store(builder.sub(builder.load(total), found), total)
+            x = load(builder, builder.add(gap_, builder.shl(n, long(1))), SHORTS)
+            within = builder.sext(builder.icmp_signed("<=", x, most), SHORTS)
+            builder.store(builder.sub(builder.load(total), within), total)
         wide = ir.VectorType(WORD, HALF)
         name = f"llvm.vector.reduce.add.v{HALF}i32"
         kind = ir.FunctionType(WORD, [wide])
@@ -142,35 +142,35 @@ def count_within(typing, near, count, limit):
 
 
 @intrinsic
-def within(typing, near, limit):
-    """Return a bit for each of 64 rows whose int16 number at `near` is `limit` at most."""
+def within(typing, gap, limit):
+    """Return a bit for each of 64 rows whose int16 number at `gap` is `limit` at most."""
 
     def code(context, builder, signature, arguments):
-        near_, limit_ = arguments
+        gap_, limit_ = arguments
         bits, most = long(0), shorts_of(builder, limit_)
         for first in range(0, BLOCK, HALF):
-            found = builder.icmp_signed("<=", load(builder, moved(builder, near_, 2 * first), SHORTS), most)
-            bits = builder.or_(bits, builder.shl(mask_of(builder, found), long(first)))
+            hits = builder.icmp_signed("<=", load(builder, moved(builder, gap_, 2 * first), SHORTS), most)
+            bits = builder.or_(bits, builder.shl(mask_of(builder, hits), long(first)))
         return bits
 
     return types.uint64(place, types.int16), code
 
 
 @intrinsic
-def highest_sum(typing, sums, near, last, count):
-    """Return the largest of `count` int16 sums, a multiple of 64, whose number at `near` is `last` at most; -1:
+def highest_sum(typing, sums, gap, last, count):
+    """Return the largest of `count` int16 sums, a multiple of 64, whose number at `gap` is `last` at most; -1:
     none."""
 
     def code(context, builder, signature, arguments):
-        sums_, near_, last_, count_ = arguments
+        sums_, gap_, last_, count_ = arguments
         most, top = shorts_of(builder, last_), cgutils.alloca_once(builder, SHORTS)
         builder.store(every(SHORTS, -1), top)
         with cgutils.for_range_slice(builder, long(0), count_, long(HALF), intp=count_.type) as (n, _):
             at = builder.shl(n, long(1))
-            x, held = load(builder, builder.add(sums_, at), SHORTS), builder.load(top)
-            there = builder.icmp_signed("<=", load(builder, builder.add(near_, at), SHORTS), most)
-            larger = builder.and_(there, builder.icmp_signed(">", x, held))
-            builder.store(builder.select(larger, x, held), top)
+            x, before = load(builder, builder.add(sums_, at), SHORTS), builder.load(top)
+            there = builder.icmp_signed("<=", load(builder, builder.add(gap_, at), SHORTS), most)
+            larger = builder.and_(there, builder.icmp_signed(">", x, before))
+            builder.store(builder.select(larger, x, before), top)
         kind = ir.FunctionType(SHORT, [SHORTS])
         function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{HALF}i16")
         return builder.sext(builder.call(function, [builder.load(top)]), count_.type)

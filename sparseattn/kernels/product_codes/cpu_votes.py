@@ -25,9 +25,9 @@ def _weights(kept):
     """Return the intrinsic `weights` that keeps them, or one that only adds them up."""
 
     @intrinsic
-    def weights(typing, sums, near, last, unit, top, count, out):
+    def weights(typing, sums, gap, last, unit, top, count, out):
         def code(context, builder, signature, arguments):
-            sums_, near_, last_, unit_, top_, count_, out_ = arguments
+            sums_, gap_, last_, unit_, top_, count_, out_ = arguments
             total, by = cgutils.alloca_once(builder, FLOATS), splat(builder, unit_, FLOATS)
             builder.store(every(FLOATS, 0.0), total)
             most = splat(builder, builder.sext(last_, WORD), WORDS)
@@ -35,7 +35,7 @@ def _weights(kept):
             with cgutils.for_range_slice(builder, long(0), count_, long(LANES), intp=count_.type) as (n, _):
                 at = builder.shl(n, long(1))
                 own = builder.sext(load(builder, builder.add(sums_, at), FEW), WORDS)
-                apart = builder.sext(load(builder, builder.add(near_, at), FEW), WORDS)
+                apart = builder.sext(load(builder, builder.add(gap_, at), FEW), WORDS)
                 x = builder.fmul(builder.sitofp(builder.sub(own, highest), FLOATS), by)
                 there = builder.icmp_signed("<=", apart, most)
                 power = builder.select(there, powers(builder, x), every(FLOATS, 0.0))
@@ -51,7 +51,7 @@ def _weights(kept):
 
 
 # 2 to the power of `unit` times a sum less `top`, of `count` int16 sums, a multiple of 64, at the address `sums`: at
-# `out`, float32, 0 where the number at `near` exceeds `last`; returns their sum. `added_up` leaves `out` as it is.
+# `out`, float32, 0 where the number at `gap` exceeds `last`; returns their sum. `added_up` leaves `out` as it is.
 weights, added_up = _weights(True), _weights(False)
 
 
@@ -86,8 +86,8 @@ def _count_from(typing, votes, count, least):
         builder.store(every(WORDS, 0), total)
         with cgutils.for_range_slice(builder, long(0), count_, long(LANES), intp=count_.type) as (n, _):
             x = load(builder, builder.add(votes_, builder.shl(n, long(2))), WORDS)
-            found = builder.sext(builder.icmp_signed(">=", x, bits), WORDS)
-            builder.store(builder.sub(builder.load(total), found), total)
+            hits = builder.sext(builder.icmp_signed(">=", x, bits), WORDS)
+            builder.store(builder.sub(builder.load(total), hits), total)
         kind = ir.FunctionType(WORD, [WORDS])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.add.v16i32")
         return builder.zext(builder.call(function, [builder.load(total)]), count_.type)
@@ -127,12 +127,12 @@ def choose(votes, rows, count, wanted):
         if _count_from(votes, count, higher) >= wanted:
             least = higher
     least = max(least, np.int32(1))
-    equal, found, low = wanted - _count_from(votes, count, least + np.int32(1)), 0, (1 << LANES) - 1
+    equal, taken, low = wanted - _count_from(votes, count, least + np.int32(1)), 0, (1 << LANES) - 1
     for n in range(0, count, LANES):
         marks = _compared(votes + 4 * n, least)
         alike = marks >> np.uint64(LANES)
         while _ones(alike) > equal:
             alike &= alike - np.uint64(1)
         equal -= _ones(alike)
-        found += keep_rows(rows + 4 * n, (marks & np.uint64(low)) | alike, rows + 4 * found)
-    return found
+        taken += keep_rows(rows + 4 * n, (marks & np.uint64(low)) | alike, rows + 4 * taken)
+    return taken

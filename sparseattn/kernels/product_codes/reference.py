@@ -19,10 +19,10 @@ def names(codes: Tensor, bits: int, subspaces: int) -> Tensor:
 def sums(tables: Tensor, keys: ProductCodes) -> Tensor:
     """Return `[B,H,G,N]` of the tables' dtype, the sum of each row's M numbers."""
     subspaces = tables.shape[3]
-    found = names(keys.codes, keys.bits, subspaces)[:, :, None]  # [B,H,1,M,N]
+    own_names = names(keys.codes, keys.bits, subspaces)[:, :, None]  # [B,H,1,M,N]
     total = tables.new_zeros(*tables.shape[:3], keys.codes.shape[3])
     for m in range(subspaces):
-        total += tables[:, :, :, m].gather(3, found[:, :, :, m].expand_as(total))
+        total += tables[:, :, :, m].gather(3, own_names[:, :, :, m].expand_as(total))
     return total
 
 
@@ -35,9 +35,9 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor
     """As `dispatch.best`."""
     names, step, _ = rounded(tables.numbers())
     whole = sums(names.float(), keys)
-    near = nearest(whole, step, keys.valid)
-    last = near.topk(min(MORE * count, near.shape[2]), 2).values.amin(2, keepdim=True)
-    candidate = (near >= last) & (near > -torch.inf)
+    distance = nearest(whole, step, keys.valid)
+    last = distance.topk(min(MORE * count, distance.shape[2]), 2).values.amin(2, keepdim=True)
+    candidate = (distance >= last) & (distance > -torch.inf)
     votes = step[:, :, None, None] * whole
     return spans(first_of_best(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count))
 
@@ -62,8 +62,8 @@ def offsets(whole: Tensor, step: Tensor, valid: Tensor) -> Tensor:
     """
     unit = step[:, :, None].clamp(min=torch.finfo(torch.float32).tiny)
     logits = (unit[..., None] * whole).masked_fill(~valid[:, None, None], -torch.inf)
-    found = (logits.logsumexp(3) / unit).round()
-    return torch.where(found.isfinite() & (step[:, :, None] > 0), found, 0)
+    rounded = (logits.logsumexp(3) / unit).round()
+    return torch.where(rounded.isfinite() & (step[:, :, None] > 0), rounded, 0)
 
 
 def nearest(whole: Tensor, step: Tensor, valid: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ ONE, NONE = np.float32(1), np.float32(-0.0)  # what is multiplied with and added
 def instructions() -> str:
     """Return what multiplies codes: "vnni", "avx2" or "plain", of what numba compiles for (`NUMBA_CPU_FEATURES`, or the
     machine's)."""
-    told = numba.config.CPU_FEATURES
-    there = set((get_host_cpu_features() if told is None else told).split(","))
+    features = numba.config.CPU_FEATURES
+    there = set((get_host_cpu_features() if features is None else features).split(","))
     if {"+avx512bw", "+avx512vnni"} <= there:
         return "vnni"
     return "avx2" if "+avx2" in there else "plain"

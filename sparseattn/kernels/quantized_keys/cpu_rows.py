@@ -53,12 +53,12 @@ def _page_masses(typing, numbers, at, page, out):
             place = builder.add(at_, n)
             return builder.load(place_in(context, builder, numbers, numbers_, place, FLOATS), align=4)
 
-        def over_page(held, joined):
+        def over_page(room, joined):
             for apart in (1, 2, 4, 8):
                 with builder.if_then(builder.icmp_signed(">", page_, ir.Constant(page_.type, apart))):
-                    x = builder.load(held)
+                    x = builder.load(room)
                     other = ir.Constant(WORDS, [lane ^ apart for lane in range(LANES)])
-                    builder.store(joined(x, builder.shuffle_vector(x, x, other)), held)
+                    builder.store(joined(x, builder.shuffle_vector(x, x, other)), room)
 
         with cgutils.for_range_slice(builder, none, page_, sixteen, intp=page_.type) as (n, _):
             builder.store(larger(builder, load(n), builder.load(top)), top)
@@ -112,7 +112,7 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
     queries, rounding = (flat, h * share * padded, share, padded), (size, bits, wide)
     paired = tiles & -2 if PAIRS else 0
     shared, alone = len(places) > 0, page == 1
-    held = np.empty(1 if alone else SERVED * rows, np.float32)
+    own = np.empty(1 if alone else SERVED * rows, np.float32)
     masses = np.empty(LANES, np.float32)
     for group in range(first, last):
         place, row, to = np.intp(group), valid_at + group * rows, out_at + (group - first) * pages
@@ -132,9 +132,7 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
         codes = packed_at + place * group_step
         for g in range(0, share, SERVED):
             served, rounded_at = min(SERVED, share - g), g * wide
-            into, into_at, head_step = (
-                (out, to + g * out_step, out_step) if alone else (held, np.intp(0), np.intp(rows))
-            )
+            into, into_at, head_step = (out, to + g * out_step, out_step) if alone else (own, np.intp(0), np.intp(rows))
             for t in range(0, paired, 2):
                 tile_logits(
                     2, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base, g,
@@ -150,7 +148,7 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
             for k in range(served):
                 p = to + (g + k) * out_step
                 for first_row in range(k * rows, (k + 1) * rows, max(page, LANES)):
-                    _page_masses(held, first_row, page, masses)
+                    _page_masses(own, first_row, page, masses)
                     for lane in range(0, LANES, page):
                         out[p] = masses[lane] * unit
                         p += 1

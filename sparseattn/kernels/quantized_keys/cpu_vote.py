@@ -44,7 +44,7 @@ def _weigh(query, which, head, form, places, groups, pages_of, weights_of, sums)
     many pages a part has room for; weights_of: flat, the place of the first query head's, and the step to the next;
     sums: `peak` and `total` `[G]`, which are written.
     """
-    (page, each), (held, to, wide), (peak, total) = pages_of, weights_of, sums
+    (page, each), (room, to, wide), (peak, total) = pages_of, weights_of, sums
     share = query.shape[1]
     scores = np.empty(share * each, np.float32)
     score_part(query, which, head, form, places, groups, (page, np.float32(1)), (scores, 0, each))
@@ -55,15 +55,15 @@ def _weigh(query, which, head, form, places, groups, pages_of, weights_of, sums)
         scores[begin + pages : begin + count] = -np.inf
         peak[g], total[g] = highest(scores, begin, count), 0
         if peak[g] > -np.inf:
-            total[g] = weights(scores, begin, count, peak[g], held, to)
+            total[g] = weights(scores, begin, count, peak[g], room, to)
         else:
-            held[to : to + count] = 0
-        held[to + count : to + each] = 0
+            room[to : to + count] = 0
+        room[to + count : to + each] = 0
         to += wide
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _softmax(query, keys, form, table, sizes, held, out, ids):
+def _softmax(query, keys, form, table, sizes, room, out, ids):
     """query, keys, form: see `_masses`; table: as `_masses` has `places`; sizes: groups in all, groups of a part, KV
     heads, rows of a page, and the pages of a part, up to a multiple of 16; held: `[L,G,parts*each]`, for weights; out:
     `[B*H,parts*each]`; ids: `[B*H,S]`, the best places of each, or S 0.
@@ -75,9 +75,9 @@ def _softmax(query, keys, form, table, sizes, held, out, ids):
     """
     # What the loop over parts reads stands loose, or in tuples of one level: numba takes no others into it.
     (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, grid_step), (valid, valid_step) = keys
-    (groups, once, heads, page, each), lists, (workers, share, places) = sizes, len(ids), held.shape
+    (groups, once, heads, page, each), lists, (workers, share, places) = sizes, len(ids), room.shape
     parts, own = places // each, len(out) == lists
-    line, votes = held.reshape(-1), out.reshape(-1)
+    line, votes = room.reshape(-1), out.reshape(-1)
     peak, total = np.empty((lists, parts, share), np.float32), np.empty((lists, parts, share), np.float32)
     most, shares = np.empty((lists, parts), np.float32), total.reshape(-1)
     shared = workers == lists
@@ -159,12 +159,12 @@ def best_by_vote(query: Tensor, keys: QuantizedKeys, count: int) -> Tensor:
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _voted_rows(logits, pages, page, rows, held, votes, marked, ids, groups):
+def _voted_rows(logits, pages, page, rows, room, votes, marked, ids, groups):
     """logits: `[L,G,M]`, M a multiple of 16; pages: `[L,P]`; held, votes, marked: `[T,G,M]`, `[T,M]` and `[T,n]`, of T
     threads; ids: `[L,S]`, the best rows; groups: `[L]`, in how many of n groups, of `rows` rows, a listed one lies."""
     lists, share, count = logits.shape
-    workers = len(held)
-    line, kept, out = logits.reshape(-1), held.reshape(-1), votes.reshape(-1)
+    workers = len(room)
+    line, kept, out = logits.reshape(-1), room.reshape(-1), votes.reshape(-1)
     for worker in prange(workers):
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             vote_of_list(line, which * share * count, count, share, kept, worker * share * count, out, worker * count)
@@ -185,10 +185,10 @@ def _touched(pages, page, rows, marked):
             first = pages[p] * page // rows
             for group in range(first, min((pages[p] * page + page - 1) // rows + 1, len(marked))):
                 marked[group] = 1
-    found = 0
+    touched = 0
     for group in range(len(marked)):
-        found += marked[group]
-    return found
+        touched += marked[group]
+    return touched
 
 
 def best_listed_by_vote(
@@ -198,7 +198,7 @@ def best_listed_by_vote(
     pages = pages.int().contiguous()
     logits = logits_of_listed(query, keys, pages, page, float(LOG2E))
     batch, heads, share, listed = logits.shape
-    lists, held = batch * heads, keys.groups
+    lists, key_heads = batch * heads, keys.groups
     ids = torch.empty(batch, heads, min(count, listed), dtype=torch.int32)
     groups = torch.empty(batch, heads, dtype=torch.int64)
     if listed % LANES:
@@ -208,8 +208,8 @@ def best_listed_by_vote(
         threads = min(use_threads(EXPONENTIAL * logits.numel() / 4), lists)
         _voted_rows(
             logits.numpy().reshape(lists, share, full), pages.numpy().reshape(lists, -1), page,
-            keys.mask.shape[1] // max(held, 1), np.empty((threads, share, full), np.float32),
-            np.empty((threads, full), np.float32), np.empty((threads, held), np.uint8),
+            keys.mask.shape[1] // max(key_heads, 1), np.empty((threads, share, full), np.float32),
+            np.empty((threads, full), np.float32), np.empty((threads, key_heads), np.uint8),
             ids.numpy().reshape(lists, -1), groups.numpy().reshape(-1),
         )  # fmt: skip
     return ids, groups

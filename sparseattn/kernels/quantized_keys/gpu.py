@@ -82,7 +82,7 @@ def score_rows(
         real += b.to(tl.int64) * real_step_b
     else:
         table += b.to(tl.int64) * (parts // (ROWS // PART))
-    asked = tl.load(query + g[:, None] * D + d, mask=(g < G)[:, None] & (d < D), other=0.0).to(tl.float32)
+    queries = tl.load(query + g[:, None] * D + d, mask=(g < G)[:, None] & (d < D), other=0.0).to(tl.float32)
     pages: tl.constexpr = PART // PAGE
     # Sums of exponentials of every place of a part, joined at the end: those of each part would cost as much as it.
     peak = tl.full([pages, BLOCK_G], float("-inf"), tl.float32)
@@ -97,10 +97,10 @@ def score_rows(
             known = r * 0 + group >= 0
         size = tl.max(known.to(tl.int32), 0) * D  # what is not real is not read: spare capacity costs nothing
         base = lows(low + group * low_step_n + d, d < size, grid, head, d, d < size, D)
-        base = tl.sum(asked * base[None, :], 1)  # [BLOCK_G]
+        base = tl.sum(queries * base[None, :], 1)  # [BLOCK_G]
         if kind == tl.float16:  # a query times a step might overflow, or fall below what float16 holds
             wide = steps(step + group * step_step_n + d, d < size, grid, head, d, d < size, D)
-            largest = tl.max(tl.abs(asked * wide[None, :]), 1)
+            largest = tl.max(tl.abs(queries * wide[None, :]), 1)
             largest = tl.where(largest > 0.0, largest, 1.0)  # [BLOCK_G]
         codes = tl.load(
             packed + group * packed_step_n + place(row % ROWS + r[:, None], j[None, :], WIDE, TILE),
@@ -123,10 +123,10 @@ def score_rows(
         scores = (scores + base[None, :]) * scale
         scores = tl.where(known[:, None], scores, float("-inf"))  # [PART,BLOCK_G]
         if PAGE > 1:
-            held = tl.reshape(scores, [pages, PAGE, BLOCK_G])
-            top = tl.max(held, 1)
+            by_page = tl.reshape(scores, [pages, PAGE, BLOCK_G])
+            top = tl.max(by_page, 1)
             top = tl.where(top == float("-inf"), 0.0, top)
-            scores = top + log_or_inf(tl.sum(tl.exp(held - top[:, None, :]), 1))  # [pages,BLOCK_G]
+            scores = top + log_or_inf(tl.sum(tl.exp(by_page - top[:, None, :]), 1))  # [pages,BLOCK_G]
         page = part * pages + tl.arange(0, pages)
         there = parts * pages  # of a head
         if VOTE == "sum" or VOTE == "max":

@@ -39,12 +39,12 @@ def codes_of_plane(packed, BITS: tl.constexpr, plane: tl.constexpr, kind: tl.con
     the bits of an integer are a mantissa.
     """
     down: tl.constexpr = down_by(BITS, plane)
-    held = (packed >> down) & (((1 << BITS) - 1) << (BITS * plane - down))
+    codes = (packed >> down) & (((1 << BITS) - 1) << (BITS * plane - down))
     if kind == tl.bfloat16:
-        return (held.to(tl.uint16) | 0x4300).to(kind, bitcast=True) - tl.full([1, 1], 128.0, kind)
+        return (codes.to(tl.uint16) | 0x4300).to(kind, bitcast=True) - tl.full([1, 1], 128.0, kind)
     if kind == tl.float16:
-        return (held.to(tl.uint16) | 0x6400).to(kind, bitcast=True) - tl.full([1, 1], 1024.0, kind)
-    return held.to(kind)
+        return (codes.to(tl.uint16) | 0x6400).to(kind, bitcast=True) - tl.full([1, 1], 1024.0, kind)
+    return codes.to(kind)
 
 
 @triton.jit

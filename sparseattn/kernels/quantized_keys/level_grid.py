@@ -18,25 +18,25 @@ TINY = 1e-30  # least unit, of a channel that is one number
 LOWS, STEPS = 127, 255  # the largest that int8 and uint8 hold
 
 
-def fitting(low: Tensor, step: Tensor, held: Tensor | None) -> Tensor:
-    """Return a grid for levels: `held` but in the channels where they do not fit, and there one for what did fit as
+def fitting(low: Tensor, step: Tensor, grid: Tensor | None) -> Tensor:
+    """Return a grid for levels: `grid` but in the channels where they do not fit, and there one for what did fit as
     well.
 
     Args:
         low, step: `[B,H,n,D]` float32, n 1 or more.
-        held: `[B,H,3,D]`; None: the first.
+        grid: `[B,H,3,D]`; None: the first.
     """
     least, most, top = low.amin(2), low.amax(2), step.amax(2)
     fits = None
-    if held is not None:
-        anchor, unit, pace = held.unbind(2)
+    if grid is not None:
+        anchor, unit, pace = grid.unbind(2)
         lowest, highest = anchor - LOWS * unit, anchor + LOWS * unit
         fits = (least >= lowest) & (most <= highest) & (top + unit <= STEPS * pace)
         least, most, top = torch.minimum(least, lowest), torch.maximum(most, highest), torch.maximum(top, STEPS * pace)
     unit = (((most - least) / 2 * SLACK + top / 2) / LOWS).clamp(min=TINY)
     pace = ((top * SLACK + unit) / STEPS).clamp(min=TINY)  # a step makes up for a low that is half a unit off
-    found = torch.stack([(least + most) / 2, unit, pace], 2)
-    return found if held is None or fits is None else torch.where(fits[:, :, None], held, found)
+    grid_now = torch.stack([(least + most) / 2, unit, pace], 2)
+    return grid_now if grid is None or fits is None else torch.where(fits[:, :, None], grid, grid_now)
 
 
 def read(low: Tensor, step: Tensor, grid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -59,10 +59,11 @@ def steps(numbers: Tensor, grid: Tensor, up: bool) -> Tensor:
     return (counted.ceil_() if up else counted.round_()).clamp_(0, STEPS).to(torch.uint8)
 
 
-def regrid(low: Tensor, step: Tensor, held: Tensor, grid: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Levels on `held` rounded to the grid that it has grown to; the middle of a group's levels stays where it was."""
-    lowest, wide = read(low, step, held)
+def regrid(low: Tensor, step: Tensor, before: Tensor, grid: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Levels on `before` rounded to the grid that it has grown to; the middle of a group's levels stays where
+    it was."""
+    lowest, wide = read(low, step, before)
     step_there = steps(wide, grid, up=False)
     middle = lowest + (wide - step_there * grid[:, :, 2:]) * (((1 << bits) - 1) / 2)
-    other = (held != grid).any(2, keepdim=True)
+    other = (before != grid).any(2, keepdim=True)
     return torch.where(other, lows(middle, grid), low), torch.where(other, step_there, step)

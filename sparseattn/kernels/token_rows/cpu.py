@@ -58,9 +58,10 @@ def _put(kind, new, stored, sizes, notes, row, position):
 def put(keys: Tensor, values: Tensor, storage: Storage, row: int, position: int) -> bool:
     """As `dispatch.put`."""
     keys, values = keys.contiguous(), values.contiguous()
-    held, held_values, positions, rows, newest = storage
+    stored_keys, held_values, positions, rows, newest = storage
     done: bool = _put(
-        KINDS[keys.dtype], (keys.data_ptr(), values.data_ptr()), (held.data_ptr(), held_values.data_ptr()),
-        (*held.shape, positions.shape[1]), (positions.data_ptr(), rows.data_ptr(), newest.data_ptr()), row, position,
+        KINDS[keys.dtype], (keys.data_ptr(), values.data_ptr()), (stored_keys.data_ptr(), held_values.data_ptr()),
+        (*stored_keys.shape, positions.shape[1]), (positions.data_ptr(), rows.data_ptr(), newest.data_ptr()),
+        row, position,
     )  # fmt: skip
     return done

@@ -34,8 +34,8 @@ def _fold(typing, numbers, at, many, out, o):
         with cgutils.for_range(builder, many_) as loop:
             place = builder.add(at_, builder.mul(loop.index, ir.Constant(at_.type, LANES)))
             x = builder.load(place_in(context, builder, numbers, numbers_, place, FLOATS), align=4)
-            held = builder.load(top)
-            builder.store(builder.select(builder.fcmp_ordered("<=", x, held), held, x), top)
+            before = builder.load(top)
+            builder.store(builder.select(builder.fcmp_ordered("<=", x, before), before, x), top)
         builder.store(builder.load(top), place_in(context, builder, out, out_, o_, FLOATS), align=4)
         return context.get_dummy_value()
 
@@ -100,22 +100,22 @@ def _nth(keys, many, count, spare):
     """
     digit = 8 if many < 2048 else 11
     bins = np.empty(1 << digit, np.int32)
-    held, shift, mask = keys, 32 - digit, (1 << digit) - 1
+    left, shift, mask = keys, 32 - digit, (1 << digit) - 1
     while True:
         bins[:] = 0
         for i in range(many):
-            bins[np.intp(held[i] >> np.uint32(shift)) & mask] += 1
+            bins[np.intp(left[i] >> np.uint32(shift)) & mask] += 1
         edge = mask
         while bins[edge] < count:
             count -= bins[edge]
             edge -= 1
         inside = 0
         for i in range(many):  # `spare` may be what is read: it is written no farther than read
-            key = held[i]
+            key = left[i]
             if np.intp(key >> np.uint32(shift)) & mask == edge:
                 spare[inside] = key
                 inside += 1
-        held, many = spare, inside
+        left, many = spare, inside
         if shift == 0 or many == 1:
             return spare[0], count
         shift = max(shift - digit, 0)
@@ -142,30 +142,30 @@ def best(scores, ids):
         for i in range(blocks * LANES):
             keys[i] = _key(tops[i])
         least = _number(_nth(keys, blocks * LANES, count, spare)[0])
-    found = 0
+    taken = 0
     if fold == 1:  # most rows are among the best, or there are few
         for row in range(total):
-            places[found], keys[found] = row, _key(scores[row])
-            found += scores[row] != -np.inf
+            places[taken], keys[taken] = row, _key(scores[row])
+            taken += scores[row] != -np.inf
     else:
         for n in range(0, total - LANES + 1, LANES):
             marks = _reaching(scores, n, least)
             while marks:
                 row = n + first_bit(marks)
                 marks &= marks - np.uint32(1)
-                places[found], keys[found] = row, _key(scores[row])
-                found += 1
+                places[taken], keys[taken] = row, _key(scores[row])
+                taken += 1
         for row in range(total & -LANES, total):
             if not scores[row] < least and scores[row] != -np.inf:
-                places[found], keys[found] = row, _key(scores[row])
-                found += 1
-    if found <= count:
+                places[taken], keys[taken] = row, _key(scores[row])
+                taken += 1
+    if taken <= count:
         for i in range(count):
-            ids[i] = places[i] if i < found else -1
+            ids[i] = places[i] if i < taken else -1
         return
-    edge, equal = _nth(keys, found, count, spare)
+    edge, equal = _nth(keys, taken, count, spare)
     filled = 0
-    for i in range(found):
+    for i in range(taken):
         if keys[i] < edge or (keys[i] == edge and equal == 0):
             continue
         equal -= keys[i] == edge

@@ -50,8 +50,8 @@ def pick_best(
     above, equal = real & (key > least), real & (key == least)
     spare = wanted - tl.sum(above.to(tl.int32))  # how many of those with the least key are among the best
     # Both counts of what lies before a place, in one pass: there are fewer than 2^16 of each.
-    one = above.to(tl.int32) * 65536 + equal.to(tl.int32)
-    before = tl.cumsum(one, 0) - one
+    mark = above.to(tl.int32) * 65536 + equal.to(tl.int32)
+    before = tl.cumsum(mark, 0) - mark
     ties = before & 65535
     chosen = above | (equal & (ties < spare))
     slot = (before >> 16) + tl.minimum(ties, spare)
@@ -118,14 +118,14 @@ def _picked(scores: Tensor, count: int, page: int) -> tuple[Tensor, Tensor | Non
     with torch.cuda.device_of(scores):  # Triton launches on the current device
         while True:
             assert values is not None
-            held, lists, total = values, *values.shape
+            given, lists, total = values, *values.shape
             parts = triton.cdiv(total, HELD)
             last = parts == 1
             ids = torch.empty(lists, parts * count, dtype=torch.int32, device=scores.device)
             length = torch.empty_like(ids) if last and page else None
             values = None if last else torch.empty(ids.shape, dtype=torch.float32, device=scores.device)
             constants, options = launch(total, count)
-            pick_best[parts, lists](held, names, ids, values, length, total, count, page, **constants, **options)
+            pick_best[parts, lists](given, names, ids, values, length, total, count, page, **constants, **options)
             if last:
                 return ids.view(shape), None if length is None else length.view(shape)
             names = ids

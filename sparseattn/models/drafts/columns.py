@@ -18,10 +18,10 @@ def keep_first(cache: Any, fed: int, kept: Tensor) -> None:
     most = int(kept.max())
     cache.crop(most - fed)
     real = cache._real
-    held = cache._tokens()
+    tokens = cache._tokens()
     if real.real is None and int(kept.min()) == most:
         return
-    now = real.count(held - most, held).expand(len(kept))
+    now = real.count(tokens - most, tokens).expand(len(kept))
     drop = now - kept
     if not bool(drop.any()):
         return
@@ -30,7 +30,7 @@ def keep_first(cache: Any, fed: int, kept: Tensor) -> None:
     for layer in cache.sparse_layers.values():
         for part in layer.parts:
             part.rows.crop(drop)
-    real.hide(torch.where(drop > 0, most - kept, 0), held)
+    real.hide(torch.where(drop > 0, most - kept, 0), tokens)
 
 
 def lay_out(cache: Any, real: Tensor) -> None:
@@ -41,10 +41,10 @@ def lay_out(cache: Any, real: Tensor) -> None:
     Raises:
         ValueError: a sequence holds another number of tokens.
     """
-    held = cache._tokens()
+    tokens = cache._tokens()
     before = cache._real.real
     if before is None:
-        before = torch.ones(len(real), held, dtype=torch.bool)
+        before = torch.ones(len(real), tokens, dtype=torch.bool)
     counts, wanted = before.sum(1), real.sum(1)
     if not torch.equal(counts, wanted):
         raise ValueError(f"the sequences hold {counts.tolist()} tokens, and their columns are for {wanted.tolist()}")

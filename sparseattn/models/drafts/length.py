@@ -120,8 +120,8 @@ class AutoLength(DraftLength):
         """Return what checking so many drafts takes: measured, or on the line through the nearest that were."""
         if drafts in self._verify:
             return median(self._verify[drafts])
-        near = sorted(self._verify, key=lambda seen: abs(seen - drafts))[:2]
-        (first, here), (second, there) = ((seen, median(self._verify[seen])) for seen in near)
+        nearest = sorted(self._verify, key=lambda seen: abs(seen - drafts))[:2]
+        (first, here), (second, there) = ((seen, median(self._verify[seen])) for seen in nearest)
         slope = max((there - here) / (second - first), 0.0)
         return max(here + slope * (drafts - first), 0.0)
 

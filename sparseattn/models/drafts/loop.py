@@ -67,11 +67,11 @@ class DraftLoop:
             positions: `[B,n]`.
             chunk: tokens a pass; None: all in one.
         """
-        started, held, count = time.perf_counter(), self.cache._tokens(), ids.shape[1]
+        started, stored, count = time.perf_counter(), self.cache._tokens(), ids.shape[1]
         self.cache.sparse_from = DENSE
         for start in range(0, count, chunk or count):
             stop = min(start + (chunk or count), count)
-            seen = None if mask is None else mask[:, : held + stop]
+            seen = None if mask is None else mask[:, : stored + stop]
             logits = self._forward(ids[:, start:stop], seen, positions[:, start:stop], 1)
         self.cache.activate_past_recording()
         self.stats.prefill_seconds = time.perf_counter() - started
@@ -286,8 +286,8 @@ class DraftLoop:
         generated = torch.tensor(self.ends)[:, None] - self.prompt
         behind = torch.arange(longest - self.prompt - 1) < generated
         real = torch.cat([before, behind], 1)
-        held = self.cache._real.real
-        counts = torch.full((batch,), self.cache._tokens()) if held is None else held.sum(1)
+        mask = self.cache._real.real
+        counts = torch.full((batch,), self.cache._tokens()) if mask is None else mask.sum(1)
         over = counts - real.sum(1)
         if bool((over > 0).any()):  # the longest, where it stopped at a draft
             self._drop_last(over)
@@ -298,8 +298,8 @@ class DraftLoop:
         for layer in self.cache.sparse_layers.values():
             for part in layer.parts:
                 part.rows.crop(over)
-        held = self.cache._real.real
-        if held is None:
-            held = torch.ones(len(over), self.cache._tokens(), dtype=torch.bool)
-        last = held.long().cumsum(1) == held.sum(1, keepdim=True)
-        self.cache._real.real = held & ~(last & held & (over > 0)[:, None])
+        mask = self.cache._real.real
+        if mask is None:
+            mask = torch.ones(len(over), self.cache._tokens(), dtype=torch.bool)
+        last = mask.long().cumsum(1) == mask.sum(1, keepdim=True)
+        self.cache._real.real = mask & ~(last & mask & (over > 0)[:, None])

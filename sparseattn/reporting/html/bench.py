@@ -26,9 +26,9 @@ COST = tuple(map(cost, ("bytes_share", "attended", "scanned_share")))
 HEADS = tuple(map(axis, ("relative_error", "recovered", "mass")))
 
 
-def _heads_fit(one: Mapping[str, Any], name: str) -> None:
+def _heads_fit(record: Mapping[str, Any], name: str) -> None:
     """Raise FieldError unless maps of heads have a row a layer, and rows of one length."""
-    maps, count = one.get("heads", {}), len(one["layers"])
+    maps, count = record.get("heads", {}), len(record["layers"])
     widths = {len(row) for rows in maps.values() for row in rows}
     for measure, rows in maps.items():
         if len(rows) != count or len(widths) != 1:
@@ -52,9 +52,9 @@ FIELDS = Object(
 )
 
 
-def check(one: Record, before: Sequence[Record]) -> None:
+def check(record: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no record of `bench`; `before` are those above it."""
-    FIELDS.check(one)
+    FIELDS.check(record)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Recorded:
 
 def section(records: Sequence[Record]) -> Section:
     """Return frontiers, maps of heads where the records hold heads (`--per-head`), and the table."""
-    measured = [Recorded(one) for one in records]
+    measured = [Recorded(record) for record in records]
     lead = replay_tables.finding(measured)
     findings = [] if lead is None else [lead.removeprefix(replay_tables.IN_SHORT)]  # the page's own words
     findings += [*replay_tables.own_methods(measured), replay_tables.verdict(measured)]
@@ -93,7 +93,7 @@ def section(records: Sequence[Record]) -> Section:
     if maps := _heads(records):
         views.append(maps)
     views.append(_table(records))
-    methods = dict.fromkeys(one.label for one in measured)
+    methods = dict.fromkeys(reading.label for reading in measured)
     about = Subject(models_of(records), distinct(records, "tokens"), distinct(records, "trace"))
     return Section("frontier", "Quality and cost of each method", findings, views, tuple(methods), about)
 
@@ -103,7 +103,7 @@ def _number(value: float | None) -> float:
 
 
 def _frontier(records: Sequence[Record]) -> Lines:
-    one = records[0]
+    first = records[0]
     points = [
         {
             "method": record["label"],
@@ -114,27 +114,27 @@ def _frontier(records: Sequence[Record]) -> Lines:
         for record in records
     ]
     note = (
-        f"One point per budget: the mean over layers and heads for the last {one['last']} tokens. Every method also "
-        f"reads the first {one['sink']} and the last {one['window']} tokens, which are counted."
+        f"One point per budget: the mean over layers and heads for the last {first['last']} tokens. Every method also "
+        f"reads the first {first['sink']} and the last {first['window']} tokens, which are counted."
     )
     return Lines("Quality and cost", "trace", COST, QUALITY, points, note)
 
 
 def _heads(records: Sequence[Record]) -> Heat | None:
     """Return maps of heads; None where no line holds heads, or none that is shown."""
-    with_heads = [one for one in records if "heads" in one]
-    measures = [measure for measure in HEADS if all(measure.key in one["heads"] for one in with_heads)]
+    with_heads = [record for record in records if "heads" in record]
+    measures = [measure for measure in HEADS if all(measure.key in record["heads"] for record in with_heads)]
     if not with_heads or not measures:
         return None
     panels: list[dict[str, Any]] = [
         {
-            "method": one["label"],
-            "choice": {"trace": one["trace"], "budget": budget_label(one["budget"])},
-            "columns": list(range(len(one["heads"][measures[0].key][0]))),
-            "rows": one["layers"],
-            "values": {measure.key: one["heads"][measure.key] for measure in measures},
+            "method": record["label"],
+            "choice": {"trace": record["trace"], "budget": budget_label(record["budget"])},
+            "columns": list(range(len(record["heads"][measures[0].key][0]))),
+            "rows": record["layers"],
+            "values": {measure.key: record["heads"][measure.key] for measure in measures},
         }
-        for one in with_heads
+        for record in with_heads
     ]
     note = "Rows are layers, columns are query heads. All maps share one colour scale."
     return Heat("Quality by layer and head", "query head", "layer", ("trace", "budget"), measures, panels, note=note)
@@ -153,11 +153,11 @@ def _table(records: Sequence[Record]) -> Table:
     ]
     rows = [
         [
-            *(one["trace"], one["label"], budget_label(one["budget"])),
-            *map(one["mean"].get, keys),
-            one["worst"].get("relative_error"),
-            *map(one["mean"].get, more),
+            *(record["trace"], record["label"], budget_label(record["budget"])),
+            *map(record["mean"].get, keys),
+            record["worst"].get("relative_error"),
+            *map(record["mean"].get, more),
         ]
-        for one in records
+        for record in records
     ]
     return Table("Every measurement", columns, rows, row_head=1)

@@ -26,22 +26,22 @@ AGREEMENT = (axis("kl", log=True), axis("same_top"), axis("nll_difference"))
 FIELDS = Object({"budget": Maybe(Text()), "settings": FACTS}, {"concurrency": Number(1, whole=True), **ORIGIN})
 
 
-def check(one: Record, before: Sequence[Record]) -> None:
+def check(record: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no record of `eval`; `before` are those above it."""
-    check_record(one)
-    FIELDS.check(one)
-    if (one["protocol"] == FORCED) != (one["task"] == TASK):
-        raise FieldError(f"protocol is {FORCED} where task is {TASK} and nowhere else, got {one['protocol']!r:.60}")
-    needed = "nll" if one["task"] == TASK else "score"
-    if needed not in one:
+    check_record(record)
+    FIELDS.check(record)
+    if (record["protocol"] == FORCED) != (record["task"] == TASK):
+        raise FieldError(f"protocol is {FORCED} where task is {TASK} and nowhere else, got {record['protocol']!r:.60}")
+    needed = "nll" if record["task"] == TASK else "score"
+    if needed not in record:
         raise FieldError(f"{needed} is missing")
 
 
 def section(records: Sequence[Record]) -> Section:
     """Return scores against rows, maps of depth and length, agreement against rows, and tables."""
-    scored = [one for one in records if one["protocol"] not in (FORCED, WHOLE)]
-    forced = [one for one in records if one["protocol"] == FORCED]
-    whole = [one for one in records if one["protocol"] == WHOLE]
+    scored = [record for record in records if record["protocol"] not in (FORCED, WHOLE)]
+    forced = [record for record in records if record["protocol"] == FORCED]
+    whole = [record for record in records if record["protocol"] == WHOLE]
     first = rows_of(whole)[0] if whole else FULL_ROW
     findings = eval_tables.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole)
     findings += eval_tables.cautions(scored) + eval_tables.cautions(whole, first)
@@ -55,24 +55,24 @@ def section(records: Sequence[Record]) -> Section:
         views.append(_needles(maps))
     if graded := [*scored, *whole]:
         views.append(_table(graded, SCORE))
-    methods = dict.fromkeys(method_of(one) for one in records)
-    asked = [one.get("text") if one["protocol"] == FORCED else one["task"] for one in records]
-    about = Subject(models_of(records), distinct(records, "length"), list(dict.fromkeys(filter(None, asked))))
+    methods = dict.fromkeys(method_of(record) for record in records)
+    facets = [record.get("text") if record["protocol"] == FORCED else record["task"] for record in records]
+    about = Subject(models_of(records), distinct(records, "length"), list(dict.fromkeys(filter(None, facets))))
     return Section("answers", "Model output", findings, views, tuple(methods), about)
 
 
-def _facet(one: Mapping[str, Any]) -> str:
-    length = "" if one.get("length") is None else f", {one['length']:,} tokens"
-    if one["protocol"] == FORCED:
-        return f"{one['text']} ({one['kind']}){length}"
-    return f"{one['task']}{length}, {one['protocol']}"
+def _facet(record: Mapping[str, Any]) -> str:
+    length = "" if record.get("length") is None else f", {record['length']:,} tokens"
+    if record["protocol"] == FORCED:
+        return f"{record['text']} ({record['kind']}){length}"
+    return f"{record['task']}{length}, {record['protocol']}"
 
 
 def _groups(records: Sequence[Record]) -> dict[tuple[str, str, str | None], list[Record]]:
     """Return records by what is one point: facet, method and budget."""
     groups: dict[tuple[str, str, str | None], list[Record]] = {}
-    for one in records:
-        groups.setdefault((_facet(one), method_of(one), one["budget"]), []).append(one)
+    for record in records:
+        groups.setdefault((_facet(record), method_of(record), record["budget"]), []).append(record)
     return groups
 
 
@@ -93,12 +93,12 @@ def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[
 def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
     panels = []
     for group in maps.values():
-        lengths, depths = ([*sorted({one[name] for one in group})] for name in ("length", "depth"))
+        lengths, depths = ([*sorted({record[name] for record in group})] for name in ("length", "depth"))
         for row in rows_of(group):
             of_row = select(group, row)
             cells = [
                 [
-                    known_mean([one for one in of_row if (one["length"], one["depth"]) == (n, d)], "score")
+                    known_mean([record for record in of_row if (record["length"], record["depth"]) == (n, d)], "score")
                     for n in lengths
                 ]
                 for d in depths
@@ -116,7 +116,7 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
 
 
 def _table(records: Sequence[Record], quality: Sequence[Axis]) -> Table:
-    keys = ("rows", "bytes_share", *(one.key for one in quality))
+    keys = ("rows", "bytes_share", *(measure.key for measure in quality))
     heads = {"same_top": "top-1", "nll_difference": "NLL increase"}
     columns = [
         *map(text, ("task", "method", "budget")),

@@ -34,15 +34,15 @@ def section(number: int, explored: Exploration, pieces: Sequence[str] | None, mo
         "levels": _text(explored.levels),
         "methods": [
             {
-                "label": one.label,
-                "page": one.page,
-                "rows": _text(one.rows),
+                "label": reading.label,
+                "page": reading.page,
+                "rows": _text(reading.rows),
                 **{
-                    short: one.measured[name].flatten().tolist()
+                    short: reading.measured[name].flatten().tolist()
                     for short, name in (("error", "relative_error"), ("mass", "mass"), ("attended", "attended"))
                 },
             }
-            for one in explored.readings
+            for reading in explored.readings
         ],
         "start": _start(explored),
     }
@@ -52,7 +52,7 @@ def section(number: int, explored: Exploration, pieces: Sequence[str] | None, mo
     )
     name = "explorer" if number == 0 else f"explorer-{number + 1}"
     view = Explorer("One token's attention", data, note)
-    methods = tuple(one.label for one in explored.readings)
+    methods = tuple(reading.label for reading in explored.readings)
     views: list[View] = [view, _needs(explored)]
     about = Subject(() if model is None else (model,), (explored.levels.shape[-1],), (explored.trace,))
     return Section(name, f"Attention explorer: {explored.trace}", [_finding(explored)], views, methods, about)
@@ -86,7 +86,7 @@ def _needs(explored: Exploration) -> Heat:
 def _start(explored: Exploration) -> dict[str, int]:
     """Return where the explorer opens: the method that errs most, at its worst head of the last token, of those that
     look far."""
-    errors = [float(one.measured["relative_error"].mean()) for one in explored.readings]
+    errors = [float(reading.measured["relative_error"].mean()) for reading in explored.readings]
     method = max(range(len(errors)), key=errors.__getitem__)
     worst = explored.readings[method].measured["relative_error"][-1].clone()  # [L,H*G]
     far = explored.readings[method].measured["indexed_mass"][-1]
@@ -102,8 +102,8 @@ def _start(explored: Exploration) -> dict[str, int]:
 
 
 def _finding(explored: Exploration) -> str:
-    (first, held), *others = [(one.label, float(one.measured["mass"].mean())) for one in explored.readings]
-    captured = f"{first} captures {held:.0%} of the attention" + "".join(
+    (first, mass), *others = [(reading.label, float(reading.measured["mass"].mean())) for reading in explored.readings]
+    captured = f"{first} captures {mass:.0%} of the attention" + "".join(
         f", {name} {mass:.0%}" for name, mass in others
     )
     needed = explored.needed.double().flatten()

@@ -14,13 +14,13 @@ def heading(sections: Sequence[Section], names: Mapping[str, str]) -> str | None
         sections: of the page.
         names: what people call a model, by the name that records have; others keep theirs.
     """
-    subjects = [one.subject for one in sections]
-    models = _each(names.get(model, model) for one in subjects for model in one.models)
+    subjects = [section.subject for section in sections]
+    models = _each(names.get(model, model) for subject in subjects for model in subject.models)
     if not models:
         return None
-    lengths = _each(tokens for one in subjects for tokens in one.tokens)
-    methods = _each(method for one in sections for method in one.methods if method != FULL)
-    where = _each(name for one in subjects for name in one.of)
+    lengths = _each(tokens for subject in subjects for tokens in subject.tokens)
+    methods = _each(method for section in sections for method in section.methods if method != FULL)
+    where = _each(name for subject in subjects for name in subject.of)
     sizes = f", {'up to ' if len(lengths) > 1 else ''}{max(lengths):,} tokens" if lengths else ""
     counted = f"{len(methods)} method{'s' if len(methods) > 1 else ''}" if methods else "attention"
     return f"{', '.join(models)}{sizes}: {counted}" + (f" on {', '.join(where)}" if where else "")

@@ -27,18 +27,18 @@ IN_FINDINGS = (  # measures that the findings speak of
 )
 
 
-def _rows_fit(one: Mapping[str, Any], name: str) -> None:
+def _rows_fit(record: Mapping[str, Any], name: str) -> None:
     """Raise FieldError unless there are rows beyond sink and window, and every measure has as many heads."""
-    if one["sink"] + one["window"] >= one["tokens"]:
-        raise FieldError(f"tokens is more than sink and window, got {one['tokens']}")
-    count = _heads_of(one)
+    if record["sink"] + record["window"] >= record["tokens"]:
+        raise FieldError(f"tokens is more than sink and window, got {record['tokens']}")
+    count = _heads_of(record)
     for measure in MEASURES:
-        if len(one["heads"].get(measure, ())) not in (0, count):
+        if len(record["heads"].get(measure, ())) not in (0, count):
             raise FieldError(f"heads.{measure} is a list of {count} items, as heads.{IN_FINDINGS[0]} is")
 
 
-def _heads_of(one: Mapping[str, Any]) -> int:
-    return len(one["heads"][IN_FINDINGS[0]])
+def _heads_of(record: Mapping[str, Any]) -> int:
+    return len(record["heads"][IN_FINDINGS[0]])
 
 
 FIELDS = Object(
@@ -52,35 +52,35 @@ FIELDS = Object(
 )
 
 
-def check(one: Record, before: Sequence[Record]) -> None:
+def check(record: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no record of `inspect`, or has other heads than its trace has `before`."""
-    FIELDS.check(one)
-    first = next((other for other in before if other["trace"] == one["trace"]), one)
-    if _heads_of(first) != _heads_of(one):
-        raise FieldError(f"heads are {_heads_of(first)}, as in the trace's first line, got {_heads_of(one)}")
+    FIELDS.check(record)
+    first = next((other for other in before if other["trace"] == record["trace"]), record)
+    if _heads_of(first) != _heads_of(record):
+        raise FieldError(f"heads are {_heads_of(first)}, as in the trace's first line, got {_heads_of(record)}")
 
 
 def section(records: Sequence[Record]) -> Section:
     """Return a map of layers and heads for each trace."""
-    names = [name for name in MEASURES if all(name in one["heads"] for one in records)]
+    names = [name for name in MEASURES if all(name in record["heads"] for record in records)]
     names.sort(key=lambda name: LEADING.index(name) if name in LEADING else len(LEADING))
     by_trace: dict[str, list[Record]] = {}
-    for one in records:
-        by_trace.setdefault(one["trace"], []).append(one)
+    for record in records:
+        by_trace.setdefault(record["trace"], []).append(record)
     panels: list[dict[str, Any]] = [
         {
             "method": None,
             "choice": {"trace": trace},
             "columns": list(range(len(lines[0]["heads"][names[0]]))),
-            "rows": [one["layer"] for one in lines],
-            "values": {name: [one["heads"][name] for one in lines] for name in names},
+            "rows": [line["layer"] for line in lines],
+            "values": {name: [line["heads"][name] for line in lines] for name in names},
         }
         for trace, lines in by_trace.items()
     ]
-    one = records[0]
+    record = records[0]
     note = (
-        f"Rows are layers, columns are query heads; each cell is the mean over the last {one['last']} tokens. Far "
-        f"tokens are all but the first {one['sink']} and the last {one['window']}."
+        f"Rows are layers, columns are query heads; each cell is the mean over the last {record['last']} tokens. Far "
+        f"tokens are all but the first {record['sink']} and the last {record['window']}."
     )
     measures = [axis(name, log=name == "needed") for name in names]
     view = Heat("Needs by layer and head", "query head", "layer", ("trace",), measures, panels, note=note)
@@ -92,10 +92,10 @@ def section(records: Sequence[Record]) -> Section:
 def _findings(lines: Sequence[Record]) -> list[str]:
     settings = {name: lines[0][name] for name in ("sink", "window", "last", "tokens")}
     heads = {
-        one["layer"]: {
+        record["layer"]: {
             name: torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-            for name, values in one["heads"].items()
+            for name, values in record["heads"].items()
         }
-        for one in lines
+        for record in lines
     }
     return inspect_tables.findings(Inspection(lines[0]["trace"], settings, heads))

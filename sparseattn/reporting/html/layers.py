@@ -18,10 +18,10 @@ FILE = "by-layer.jsonl"
 MEASURES = (axis("relative_error"), axis("recovered"))
 
 
-def _layers_fit(one: Mapping[str, Any], name: str) -> None:
+def _layers_fit(record: Mapping[str, Any], name: str) -> None:
     """Raise FieldError unless a method has a number a layer."""
-    count = len(one["layers"])
-    for i, method in enumerate(one["methods"]):
+    count = len(record["layers"])
+    for i, method in enumerate(record["methods"]):
         for measure in MEASURES:
             if len(method[measure.key]) != count:
                 raise FieldError(f"methods[{i}].{measure.key} is a list of {count} items, as layers is")
@@ -51,32 +51,32 @@ FIELDS = Object(
 )
 
 
-def check(one: Record, before: Sequence[Record]) -> None:
+def check(record: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no comparison of `bench`; `before` are those above it."""
-    FIELDS.check(one)
+    FIELDS.check(record)
 
 
 def section(records: Sequence[Record]) -> Section:
     """Return a map of methods by layers for each comparison, and a table of them."""
-    methods = dict.fromkeys(method["label"] for one in records for method in one["methods"])
+    methods = dict.fromkeys(method["label"] for record in records for method in record["methods"])
     views: list[View] = [_map(records), _table(records)]
     about = Subject(models_of(records), (), distinct(records, "trace"))
-    return Section("layers", "Quality by layer", [_best(one) for one in records], views, tuple(methods), about)
+    return Section("layers", "Quality by layer", [_best(record) for record in records], views, tuple(methods), about)
 
 
-def _condition(one: Record) -> str:
-    if one["equal"] == "bytes":
-        return typeset(f"equal bytes ({budget_label(one['at'])} of the cache)")
-    return f"equal tokens (those of budget {budget_label(one['at'])})"
+def _condition(record: Record) -> str:
+    if record["equal"] == "bytes":
+        return typeset(f"equal bytes ({budget_label(record['at'])} of the cache)")
+    return f"equal tokens (those of budget {budget_label(record['at'])})"
 
 
-def _best(one: Record) -> str:
+def _best(record: Record) -> str:
     """Say which method has the smallest error there, and how it varies over layers."""
-    rivals = [method for method in one["methods"] if not method["scans_all"]] or one["methods"]
+    rivals = [method for method in record["methods"] if not method["scans_all"]] or record["methods"]
     best = min(rivals, key=lambda method: method["mean"]["relative_error"])
-    errors = [(error, layer) for error, layer in zip(best["relative_error"], one["layers"], strict=True) if error]
+    errors = [(error, layer) for error, layer in zip(best["relative_error"], record["layers"], strict=True) if error]
     who = "" if best["scans_all"] else " among the methods that do not score every key"
-    sentence = f"{one['trace']}, at {_condition(one)}: {best['label']} has the smallest error{who}: "
+    sentence = f"{record['trace']}, at {_condition(record)}: {best['label']} has the smallest error{who}: "
     sentence += f"{best['mean']['relative_error']:.1%} on average"
     if len(errors) > 1:
         (least, low), (most, high) = min(errors), max(errors)
@@ -88,12 +88,12 @@ def _map(records: Sequence[Record]) -> Heat:
     panels: list[dict[str, Any]] = [
         {
             "method": None,
-            "choice": {"trace": one["trace"], "compared at": _condition(one)},
-            "columns": one["layers"],
-            "rows": [method["label"] for method in one["methods"]],
-            "values": {measure.key: [method[measure.key] for method in one["methods"]] for measure in MEASURES},
+            "choice": {"trace": record["trace"], "compared at": _condition(record)},
+            "columns": record["layers"],
+            "rows": [method["label"] for method in record["methods"]],
+            "values": {measure.key: [method[measure.key] for method in record["methods"]] for measure in MEASURES},
         }
-        for one in records
+        for record in records
     ]
     note = "The mean over the heads of each layer. Bytes include those read to choose rows."
     return Heat("Methods by layer", "layer", "method", ("trace", "compared at"), MEASURES, panels, True, note)
@@ -107,12 +107,12 @@ def _table(records: Sequence[Record]) -> Table:
     ]
     rows = [
         [
-            *(one["trace"], _condition(one), method["label"], " and ".join(map(budget_label, method["budgets"]))),
+            *(record["trace"], _condition(record), method["label"], " and ".join(map(budget_label, method["budgets"]))),
             *(method["mean"].get(key) for key in means),
             *(method["missed"], method["wins"]),
         ]
-        for one in records
-        for method in one["methods"]
+        for record in records
+        for method in record["methods"]
     ]
     note = (
         "A method with two budgets alternates between them, token by token. A head is missed if less than half of its "

@@ -28,24 +28,24 @@ OF_SETTINGS = (SETTINGS, "made")  # lines of `recommend.jsonl` that say how the 
 MOST = 12  # different values that are listed
 
 
-def section(found: Mapping[str, Sequence[RecordSource]], more: Mapping[str, Facts]) -> Section:
+def section(by_kind: Mapping[str, Sequence[RecordSource]], more: Mapping[str, Facts]) -> Section:
     """Return a group for each file, each trace, each set of versions and machine, and for what was made here."""
     groups: dict[str, dict[str, str]] = {}
     traces: dict[str, dict[str, str]] = {}
     made_by: dict[str, list[str]] = {}  # versions and machine -> files made by them
-    for source in (one for sources in found.values() for one in sources):
+    for source in (source for sources in by_kind.values() for source in sources):
         groups[str(source.path)] = _settings(source.records)
-        for one in source.records:
-            if isinstance(meta := one.get("trace_meta"), Mapping):
-                traces.setdefault(f"trace {one.get('trace', one.get('source', ''))}", _flat(meta))
-        for one in [one for one in source.records if "versions" in one] or source.records[:1]:
-            by = json.dumps([one.get("versions"), one.get("machine")], sort_keys=True)
+        for record in source.records:
+            if isinstance(meta := record.get("trace_meta"), Mapping):
+                traces.setdefault(f"trace {record.get('trace', record.get('source', ''))}", _flat(meta))
+        for record in [record for record in source.records if "versions" in record] or source.records[:1]:
+            by = json.dumps([record.get("versions"), record.get("machine")], sort_keys=True)
             files = made_by.setdefault(by, [])
             if str(source.path) not in files:
                 files.append(str(source.path))
     for by, files in made_by.items():
-        known = [one for one in json.loads(by) if one]
-        facts = {name: text for one in reversed(known) for name, text in _flat(one).items()}
+        known = [facts for facts in json.loads(by) if facts]
+        facts = {name: text for facts in reversed(known) for name, text in _flat(facts).items()}
         groups[f"versions and machine of {', '.join(files)}"] = facts or {"": "the records do not say"}
     for name, own in more.items():
         groups[name] = _flat({**own, "versions": versions(), "machine": machine()})
@@ -56,14 +56,14 @@ def section(found: Mapping[str, Sequence[RecordSource]], more: Mapping[str, Fact
 def _settings(records: Sequence[Record]) -> dict[str, str]:
     """Return name -> its values over the lines."""
     flat = [
-        _flat({k: v for k, v in one.items() if k not in MEASURED and k not in APART})
-        for one in records
-        if one.get(KIND, SETTINGS) in OF_SETTINGS
+        _flat({k: v for k, v in record.items() if k not in MEASURED and k not in APART})
+        for record in records
+        if record.get(KIND, SETTINGS) in OF_SETTINGS
     ]
-    names = dict.fromkeys(name for one in flat for name in one)
+    names = dict.fromkeys(name for settings in flat for name in settings)
     settings = {"records": f"{len(records):,}"}
     for name in names:
-        values = list(dict.fromkeys(one[name] for one in flat if name in one))
+        values = list(dict.fromkeys(settings[name] for settings in flat if name in settings))
         more = f" and {len(values) - MOST} more" if len(values) > MOST else ""
         settings[name] = "; ".join(values[:MOST]) + more
     return settings

@@ -19,8 +19,8 @@ Roles = list[tuple[str, str]]  # method and budget of each KV head, or of all
 def roles_of(given: Any) -> Roles:
     """Return the method and the budget's label of each KV head as a plan's record has them; one where all agree."""
     roles = given if isinstance(given, list) else [given]
-    each = [one if isinstance(one, dict) else {"method": one} for one in roles]
-    return [(one["method"], budget_label(one["budget"]) if "budget" in one else "") for one in each]
+    each = [role if isinstance(role, dict) else {"method": role} for role in roles]
+    return [(role["method"], budget_label(role["budget"]) if "budget" in role else "") for role in each]
 
 
 def plan_points(plans: Sequence[Record], frontiers: Sequence[Record], curves: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -34,9 +34,9 @@ def plan_points(plans: Sequence[Record], frontiers: Sequence[Record], curves: Se
     dots = []
     for plan in plans:
         layers = [_of_layer(measured.get(int(layer), {}), roles_of(given)) for layer, given in plan["layers"].items()]
-        known = [one for one in layers if one is not None]
+        known = [point for point in layers if point is not None]
         if len(known) == len(layers):
-            values = {name: mean([one[name] for one in known]) for name in (BYTES, KL, ERROR)}
+            values = {name: mean([point[name] for point in known]) for name in (BYTES, KL, ERROR)}
             beside = {name: best for name in (KL, ERROR) if (best := _best_single(curves, name, values[name]))}
             dots.append({"name": f"plan {plan['name']}", "values": values, "beside": beside})
     return dots
@@ -49,21 +49,21 @@ def mean(values: Sequence[float]) -> float:
 
 def _measured(frontiers: Sequence[Record]) -> dict[int, dict[tuple[str, str], list[Mapping[str, Any]]]]:
     """Return layer -> method and budget -> what each window measured."""
-    found: dict[int, dict[tuple[str, str], list[Mapping[str, Any]]]] = {}
-    for one in frontiers:
-        for point in one["points"]:
-            role = one["method"], "" if point.get("budget") is None else budget_label(point["budget"])
-            found.setdefault(one["layer"], {}).setdefault(role, []).append(point)
-    return found
+    by_layer: dict[int, dict[tuple[str, str], list[Mapping[str, Any]]]] = {}
+    for frontier in frontiers:
+        for point in frontier["points"]:
+            role = frontier["method"], "" if point.get("budget") is None else budget_label(point["budget"])
+            by_layer.setdefault(frontier["layer"], {}).setdefault(role, []).append(point)
+    return by_layer
 
 
 def _of_layer(measured: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], roles: Roles) -> dict[str, float] | None:
     """Return what a layer reads and loses with a role for each KV head; None where one was not measured."""
     each = [_of_head(measured, role, None if len(roles) == 1 else head) for head, role in enumerate(roles)]
-    known = [one for one in each if one is not None]
+    known = [point for point in each if point is not None]
     if len(known) < len(each):
         return None
-    return {name: (sum if name == KL else mean)([one[name] for one in known]) for name in (BYTES, KL, ERROR)}
+    return {name: (sum if name == KL else mean)([point[name] for point in known]) for name in (BYTES, KL, ERROR)}
 
 
 def _of_head(
@@ -76,17 +76,17 @@ def _of_head(
         return None
     windows = measured[role]
     if head is None:
-        means = {name: mean([mean(one[name]) for one in windows]) for name in (BYTES, ERROR)}
-        return {**means, KL: mean([one[KL] for one in windows])}
+        means = {name: mean([mean(window[name]) for window in windows]) for name in (BYTES, ERROR)}
+        return {**means, KL: mean([window[KL] for window in windows])}
     of_head = {BYTES: BYTES, KL: "kl_heads", ERROR: ERROR}
-    return {name: mean([one[key][head] for one in windows]) for name, key in of_head.items()}
+    return {name: mean([window[key][head] for window in windows]) for name, key in of_head.items()}
 
 
 def _best_single(curves: Sequence[Mapping[str, Any]], loss: str, at: float) -> dict[str, Any] | None:
     """Return the method that loses as much for the fewest bytes, and its bytes; None where every method loses more."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    for one in curves:
-        lines.setdefault(one["method"], []).append((one["values"][loss], one["values"][BYTES]))
+    for curve in curves:
+        lines.setdefault(curve["method"], []).append((curve["values"][loss], curve["values"][BYTES]))
     costs = {method: cost for method, line in lines.items() if (cost := between(line, at)) is not None}
     if not costs:
         return None

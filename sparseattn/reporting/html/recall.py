@@ -41,47 +41,47 @@ FIELDS = Object(
 )
 
 
-def check(one: Record, before: Sequence[Record]) -> None:
+def check(record: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no record of `recall`; `before` are those above it."""
-    FIELDS.check(one)
+    FIELDS.check(record)
 
 
 def section(records: Sequence[Record]) -> Section:
     """Return recall against keys scanned for each source of queries, the control beside it, and a table."""
     points = [
         {
-            "method": one["label"],
-            "facet": _facet(one),
-            "at": f"{one['knob']} {one['value']}" if one["knob"] else "no knob",
-            "values": {**one["mean"], "select_ms": one["select_ms"]},
+            "method": record["label"],
+            "facet": _facet(record),
+            "at": f"{record['knob']} {record['value']}" if record["knob"] else "no knob",
+            "values": {**record["mean"], "select_ms": record["select_ms"]},
         }
-        for one in records
+        for record in records
     ]
-    one = records[0]
+    first = records[0]
     note = (
-        f"One point per setting of the index. Recall is that of the {one['k']} best keys, the mean over heads and "
-        f"{one['queries']} queries. “{CONTROL}” is the control: held-out keys take the place of queries."
+        f"One point per setting of the index. Recall is that of the {first['k']} best keys, the mean over heads and "
+        f"{first['queries']} queries. “{CONTROL}” is the control: held-out keys take the place of queries."
     )
     lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
-    methods = dict.fromkeys(one["label"] for one in records)
+    methods = dict.fromkeys(record["label"] for record in records)
     views: list[View] = [lines, _table(records)]
     about = Subject(models_of(records), distinct(records, "keys"), distinct(records, "source"))
     return Section("recall", "Recall of the best keys", _findings(records), views, tuple(methods), about)
 
 
-def _facet(one: Record) -> str:
-    gap = "" if one["gap"] is None else f", gap {one['gap']:g}"
-    return f"{one['source']}{gap}, {one['keys']:,} keys: {one['direction']}"
+def _facet(record: Record) -> str:
+    gap = "" if record["gap"] is None else f", gap {record['gap']:g}"
+    return f"{record['source']}{gap}, {record['keys']:,} keys: {record['direction']}"
 
 
 def _findings(records: Sequence[Record]) -> list[str]:
     """Return the command's closing lines."""
     verdicts = []
     groups: dict[tuple[str, int, float | None], list[Record]] = {}
-    for one in records:
-        groups.setdefault((one["source"], one["keys"], one["gap"]), []).append(one)
+    for record in records:
+        groups.setdefault((record["source"], record["keys"], record["gap"]), []).append(record)
     for (source, keys, gap), group in groups.items():
-        of_queries = [one for one in group if one["direction"] == ASKED]
+        of_queries = [record for record in group if record["direction"] == ASKED]
         if of_queries:
             title = f"{source}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
             verdicts.append(recall_tables.verdict(recall_tables.Recalled(title, _curves(of_queries), {})))
@@ -91,8 +91,8 @@ def _findings(records: Sequence[Record]) -> list[str]:
 def _curves(records: Sequence[Record]) -> dict[str, Curve]:
     """Return label -> its curve, of means alone."""
     by_label: dict[str, list[Record]] = {}
-    for one in records:
-        by_label.setdefault(one["label"], []).append(one)
+    for record in records:
+        by_label.setdefault(record["label"], []).append(record)
     return {label: _curve(group) for label, group in by_label.items()}
 
 
@@ -102,12 +102,12 @@ def _curve(group: Sequence[Record]) -> Curve:
 
     points = tuple(
         Point(
-            one["value"],
-            one["selector"],
-            {name: torch.tensor([number(one["mean"].get(name))], dtype=torch.float64) for name in MEASURES},
-            one["select_ms"] / 1000,
+            record["value"],
+            record["selector"],
+            {name: torch.tensor([number(record["mean"].get(name))], dtype=torch.float64) for name in MEASURES},
+            record["select_ms"] / 1000,
         )
-        for one in group
+        for record in group
     )
     first = group[0]
     settings = {name: first[name] for name in ("k", "keys", "queries")}
@@ -125,11 +125,11 @@ def _table(records: Sequence[Record]) -> Table:
     ]
     rows = [
         [
-            *(_facet(one), one["label"], f"{one['knob']} {one['value']}" if one["knob"] else None),
-            *(one["mean"].get("recall"), one["worst"].get("recall")),
-            *(one["mean"].get("scanned_share"), one["mean"].get("bytes_share")),
-            *(one["select_ms"], one["build_seconds"]),
+            *(_facet(record), record["label"], f"{record['knob']} {record['value']}" if record["knob"] else None),
+            *(record["mean"].get("recall"), record["worst"].get("recall")),
+            *(record["mean"].get("scanned_share"), record["mean"].get("bytes_share")),
+            *(record["select_ms"], record["build_seconds"]),
         ]
-        for one in records
+        for record in records
     ]
     return Table("Every measurement", columns, rows, row_head=1)

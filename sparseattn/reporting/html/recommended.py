@@ -29,13 +29,13 @@ LOSS = (
 GIVEN = f"Columns are layers, rows are KV heads. The number is the budget; {MISSING} means none."
 
 
-def check(one: Record, before: Sequence[Record]) -> None:
+def check(record: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no record of `recommend`, or names layers that no settings `before` it do."""
-    Object(more={**ORIGIN, "length": COUNT}).check(one)
-    check_line(one)
-    if one[KIND] in ("frontier", "plan"):
+    Object(more={**ORIGIN, "length": COUNT}).check(record)
+    check_line(record)
+    if record[KIND] in ("frontier", "plan"):
         heads = _heads(before)
-        named = map(int, one["layers"]) if one[KIND] == "plan" else [one["layer"]]
+        named = map(int, record["layers"]) if record[KIND] == "plan" else [record["layer"]]
         for layer in named:
             if layer not in heads:
                 raise FieldError(f"layer {layer} is not among the layers of a line of settings above")
@@ -43,14 +43,16 @@ def check(one: Record, before: Sequence[Record]) -> None:
 
 def _heads(records: Sequence[Record]) -> dict[int, int]:
     """Return the KV heads of each layer."""
-    return {layer[0]: layer[1] for one in records if one[KIND] == "settings" for layer in one.get("layers", ())}
+    return {
+        layer[0]: layer[1] for record in records if record[KIND] == "settings" for layer in record.get("layers", ())
+    }
 
 
 def section(records: Sequence[Record]) -> Section:
     """Return frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
-    frontiers = [one for one in records if one[KIND] == "frontier"]
+    frontiers = [record for record in records if record[KIND] == "frontier"]
     points = _points(frontiers)
-    plans = [one for one in records if one[KIND] == "plan"]
+    plans = [record for record in records if record[KIND] == "plan"]
     methods = dict.fromkeys(method for method, _, _ in points)
     curves = _curves(points)
     dots = plan_points(plans, frontiers, curves)
@@ -58,9 +60,9 @@ def section(records: Sequence[Record]) -> Section:
     if plans:
         given = _given(plans[::-1], _heads(records))
         views = [*views[:1], Given("What the plan gives each layer", given, GIVEN), *views[1:], _table(given)]
-    findings = [_finding(one) for one in reversed(plans)]
-    settings = [one for one in records if one[KIND] == "settings"]
-    texts = [text["name"] for one in settings for text in one.get("texts", ())]
+    findings = [_finding(plan) for plan in reversed(plans)]
+    settings = [record for record in records if record[KIND] == "settings"]
+    texts = [text["name"] for record in settings for text in record.get("texts", ())]
     about = Subject(models_of(settings), distinct(settings, "length"), list(dict.fromkeys(texts)))
     return Section("plan", "Which method each layer gets", findings, views, tuple(methods), about)
 
@@ -78,14 +80,14 @@ def _name(method: str) -> str:
 
 def _points(frontiers: Sequence[Record]) -> dict[tuple[str, str, int], dict[str, float]]:
     """Return (method, budget, layer) -> measures, the mean over windows and heads."""
-    names = {one["method"]: _name(one["method"]) for one in frontiers}
+    names = {frontier["method"]: _name(frontier["method"]) for frontier in frontiers}
     groups: dict[tuple[str, str, int], list[dict[str, float]]] = {}
-    for one in frontiers:
-        for point in one["points"]:
+    for frontier in frontiers:
+        for point in frontier["points"]:
             measured = {name: mean(point[name]) for name in ("error_heads", "bytes_heads")}
-            at = names[one["method"]], budget_label(point.get("budget")), one["layer"]
+            at = names[frontier["method"]], budget_label(point.get("budget")), frontier["layer"]
             groups.setdefault(at, []).append({"kl": point["kl"], **measured})
-    return {at: {name: mean([one[name] for one in group]) for name in group[0]} for at, group in groups.items()}
+    return {at: {name: mean([point[name] for point in group]) for name in group[0]} for at, group in groups.items()}
 
 
 def _curves(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ def _curves(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> list[
             "method": method,
             "facet": MEAN,
             "at": f"budget {budget}",
-            "values": {name: mean([one[name] for one in group]) for name in group[0]},
+            "values": {name: mean([point[name] for point in group]) for name in group[0]},
         }
         for (method, budget), group in groups.items()
         if len(group) == len({layer for _, _, layer in points})  # means over other layers compare with nothing
@@ -109,7 +111,7 @@ def _frontier(curves: Sequence[Mapping[str, Any]], dots: Sequence[Mapping[str, A
     note = "One point per budget: the mean over windows and layers, with one layer sparse at a time."
     if dots:
         note += " A ring marks the single method, with one budget for all layers, that loses as much as a plan."
-    marked = [{**one, "facet": MEAN} for one in dots]
+    marked = [{**dot, "facet": MEAN} for dot in dots]
     return Lines(
         "Plans beside single methods" if dots else "Quality and cost", "layers", COST, LOSS, curves, note, marked
     )
@@ -155,12 +157,12 @@ def _table(given: Sequence[Mapping[str, Any]]) -> Table:
             plan["name"],
             str(layer["layer"]),
             "all" if layer["agree"] else f"KV head {head}",
-            one["method"],
-            one["budget"] or None,
+            frontier["method"],
+            frontier["budget"] or None,
         ]
         for plan in given
         for layer in plan["layers"]
-        for head, one in enumerate(layer["heads"][: 1 if layer["agree"] else None])
+        for head, frontier in enumerate(layer["heads"][: 1 if layer["agree"] else None])
     ]
     return Table("What each plan gives each layer, as a table", columns, rows, row_head=3)
 

@@ -34,13 +34,17 @@ ORIGIN: dict[str, Kind] = {"versions": FACTS, "machine": FACTS, "trace_meta": FA
 
 def models_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the models that the records' traces or settings name."""
-    named = [part.get("model") for one in records for part in (one, one.get("settings", {}), one.get("trace_meta", {}))]
+    named = [
+        part.get("model")
+        for record in records
+        for part in (record, record.get("settings", {}), record.get("trace_meta", {}))
+    ]
     return list(dict.fromkeys(model for model in named if isinstance(model, str)))
 
 
 def distinct(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """Return the values that a field has in records, in their order."""
-    found = [one[name] for one in records if one.get(name) is not None]
-    if wrong := [value for value in found if isinstance(value, (dict, list))]:
+    values = [record[name] for record in records if record.get(name) is not None]
+    if wrong := [value for value in values if isinstance(value, (dict, list))]:
         raise ValueError(f"{name} of a record is a text or a number, got {wrong[0]!r:.80}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))

@@ -15,11 +15,11 @@ def starting_methods(methods: Sequence[str], sections: Sequence[Section]) -> lis
     """Return those switched on when the page opens, `MOST` at most: those that an explorer shows, then those that most
     often are beaten by no other method in both axes of a plot, controls last."""
     explored = [
-        one["label"]
+        method["label"]
         for section in sections
         for view in section.views
         if isinstance(view, Explorer)
-        for one in view.data["methods"]
+        for method in view.data["methods"]
     ]
     plots = [view for section in sections for view in section.views if isinstance(view, Lines)]
     unbeaten = [name for view in plots for name in _unbeaten(view)]

@@ -209,7 +209,7 @@ def short(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): short(one) for name, one in value.items()}
+        return {str(name): short(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [short(one) for one in value]
+        return [short(inner) for inner in value]
     return value

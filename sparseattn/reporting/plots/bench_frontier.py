@@ -14,14 +14,14 @@ from sparseattn.reporting.replay_tables import TOLERANCE
 
 def frontier(results: Sequence[Evaluation], path: Path) -> None:
     """Draw quality against bytes read and against rows, for every selector of one trace, one point per budget."""
-    methods = list(dict.fromkeys(one.label for one in results))
+    methods = list(dict.fromkeys(result.label for result in results))
     figure, axes = panel_grid(2, 2, (2.7, 2.7), methods, sharex="col", sharey="row")
     costs, qualities = measures(("bytes_share", "attended")), measures(("mass", "relative_error"))
     for line, quality in zip(axes, qualities, strict=True):
         for axis, cost in zip(line, costs, strict=True):
             for k, method in enumerate(methods):
-                of_method = [one for one in results if one.label == method]
-                points = sorted((one.mean(cost.key), one.mean(quality.key)) for one in of_method)
+                of_method = [result for result in results if result.label == method]
+                points = sorted((result.mean(cost.key), result.mean(quality.key)) for result in of_method)
                 axis.plot(*zip(*points, strict=True), **style(k, method))
             logarithmic(axis, unit(cost))
             axis.grid(alpha=0.3)
@@ -31,11 +31,12 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
                 axis.yaxis.set_major_formatter(unit(quality))
                 axis.set_xlabel(cost.label)
         line[0].set_ylabel(quality.label)
-    one = results[0]
+    first = results[0]
     heading(
         figure,
-        f"{one.trace}: {one.settings['tokens']} tokens, last {one.settings['last']} decoded, sink "
-        f"{one.settings['sink']}, window {one.settings['window']}; one point per budget, mean over layers and heads",
+        f"{first.trace}: {first.settings['tokens']} tokens, last {first.settings['last']} decoded, sink "
+        f"{first.settings['sink']}, window {first.settings['window']}; one point per budget, mean over layers "
+        f"and heads",
     )
     name_ends(figure, axes.flat)
     save(figure, path)

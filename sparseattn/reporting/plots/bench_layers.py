@@ -14,12 +14,12 @@ from sparseattn.reporting.plots.panels import heading, panel_grid, save, shares_
 
 def by_layer(compared: Sequence[Comparison], path: Path) -> None:
     """Draw the share recovered against the layer, a line a method: a panel a condition of one trace."""
-    labels = list(dict.fromkeys(label for one in compared for label in one.readings))
+    labels = list(dict.fromkeys(label for comparison in compared for label in comparison.readings))
     figure, axes = panel_grid(len(compared), 1, (5.0, 2.8), labels, sharex=True, sharey=True)
-    for axis, one in zip(axes[:, 0], compared, strict=True):
-        for label, reading in one.readings.items():
-            axis.plot(one.layers, reading.layers("recovered").tolist(), **style(labels.index(label), label))
-        axis.set_title(f"at {condition(one)}", fontsize=10)
+    for axis, comparison in zip(axes[:, 0], compared, strict=True):
+        for label, reading in comparison.readings.items():
+            axis.plot(comparison.layers, reading.layers("recovered").tolist(), **style(labels.index(label), label))
+        axis.set_title(f"at {condition(comparison)}", fontsize=10)
         axis.set_ylabel(measure("recovered").short)
         shares_up(axis)
         axis.grid(alpha=0.3)
@@ -37,14 +37,16 @@ def alike(compared: Sequence[Comparison], path: Path) -> None:
 
     Methods that recover the same at every head, such as the window nothing, have no order and are left out.
     """
-    most = max(len(one.readings) for one in compared)
+    most = max(len(comparison.readings) for comparison in compared)
     figure, axes = panel_grid(1, len(compared), (2.2 + 0.55 * most, 1.5 + 0.5 * most), ())
-    for axis, one in zip(axes[0], compared, strict=True):
-        ranks = one.correlation()
+    for axis, comparison in zip(axes[0], compared, strict=True):
+        ranks = comparison.correlation()
         ordered = ~ranks.diagonal().isnan()
-        names = [broken(shown(label)) for label, kept in zip(one.readings, ordered.tolist(), strict=True) if kept]
+        names = [
+            broken(shown(label)) for label, kept in zip(comparison.readings, ordered.tolist(), strict=True) if kept
+        ]
         cells = ranks[ordered][:, ordered].tolist()
-        axis.set_title(f"at {condition(one)}, {one.count()} heads", fontsize=10)
+        axis.set_title(f"at {condition(comparison)}, {comparison.count()} heads", fontsize=10)
         axis.set_xticks(range(len(names)), names, fontsize=7, rotation=45, ha="right", rotation_mode="anchor")
         axis.set_yticks(range(len(names)), names, fontsize=7)
         if not names:

@@ -30,16 +30,16 @@ def by_step(results: Sequence[Evaluation], key: str, path: Path) -> None:
     A method without a budget is in every panel. Full attention has a line where the measure has a value for it.
     """
     known = measure(key)
-    budgets = list(dict.fromkeys(one.budget for one in results))
-    labels = list(dict.fromkeys(one.label for one in results))
-    alone = {label for label in labels if sum(one.label == label for one in results) == 1}
+    budgets = list(dict.fromkeys(result.budget for result in results))
+    labels = list(dict.fromkeys(result.label for result in results))
+    alone = {label for label in labels if sum(result.label == label for result in results) == 1}
     figure, axes = panel_grid(len(budgets), 1, (5.0, 2.6), [*labels, FULL], sharex=True, sharey=True)
     for axis, budget in zip(axes[:, 0], budgets, strict=True):
-        for one in results:
-            if one.budget == budget or one.label in alone:
-                line = one.by_step(key).nanmean(0).tolist()
-                look = style(labels.index(one.label), one.label)
-                tokens = [one.settings.get("every", 1) * (i + 1) for i in range(len(line))]
+        for result in results:
+            if result.budget == budget or result.label in alone:
+                line = result.by_step(key).nanmean(0).tolist()
+                look = style(labels.index(result.label), result.label)
+                tokens = [result.settings.get("every", 1) * (i + 1) for i in range(len(line))]
                 axis.plot(tokens, line, markevery=-(-len(line) // MARKED), **look)
         if key in WHOLE:
             axis.axhline(WHOLE[key], color="grey", linestyle="--", linewidth=1, label=FULL)

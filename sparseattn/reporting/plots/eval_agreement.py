@@ -34,7 +34,7 @@ def agreement(records: Sequence[Record], path: Path) -> None:
     text and length, a point a budget. Bars are intervals over windows; what does not diverge has no place on the axis.
     """
     panels = agreement_tables.panels(records)
-    sparse = {place: [one for one in group if one["method"] != FULL] for place, group in panels.items()}
+    sparse = {place: [record for record in group if record["method"] != FULL] for place, group in panels.items()}
     every = [record for group in sparse.values() for record in group]
     methods = list(dict.fromkeys(map(method_of, every)))
     costs: list[Cost] = [(measure("rows"), lambda group: mean_of(group, "rows"))]

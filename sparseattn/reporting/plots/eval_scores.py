@@ -96,7 +96,10 @@ def heat(records: Sequence[Record], path: Path) -> None:
     for axis, row in zip(axes.flat, rows, strict=False):
         of_row = select(records, row)
         cells = [
-            [mean_of((one for one in of_row if (one["length"], one["depth"]) == (n, depth)), "score") for n in lengths]
+            [
+                mean_of((record for record in of_row if (record["length"], record["depth"]) == (n, depth)), "score")
+                for n in lengths
+            ]
             for depth in depths
         ]
         axis.imshow(cells, norm=scale, cmap="cividis", aspect="auto")

@@ -40,16 +40,16 @@ class Native(ReplaysNative, Selector):
         recorded = self.layer_context.native
         if recorded is None:
             raise ValueError("native reads what a trace holds of a model's own index, and this layer has none")
-        asked = recorded.rows[:, (step.positions - recorded.first).long()]  # [Hs,B,S]
-        wanted, at = asked.transpose(0, 1).long(), self.at.visible  # [B,Hs,S], [B,N]
+        recorded_rows = recorded.rows[:, (step.positions - recorded.first).long()]  # [Hs,B,S]
+        wanted, at = recorded_rows.transpose(0, 1).long(), self.at.visible  # [B,Hs,S], [B,N]
         heads = query.shape[1]
         if wanted.shape[1] == 1:
             wanted = wanted.expand(-1, heads, -1)
         elif wanted.shape[1] != heads:
             wanted = wanted[:, list(self.head_numbers(heads))]
         place = torch.searchsorted(at.contiguous(), wanted.flatten(1)).clamp(max=at.shape[1] - 1)
-        found = (at.gather(1, place) == wanted.flatten(1)).view_as(wanted)
-        place = torch.where(found & (wanted >= 0), place.view_as(wanted), -1)
+        there = (at.gather(1, place) == wanted.flatten(1)).view_as(wanted)
+        place = torch.where(there & (wanted >= 0), place.view_as(wanted), -1)
         order = (place < 0).to(torch.int8).argsort(dim=-1, stable=True)  # what lies in the sealed zone first
         return Selection.tokens(place.gather(-1, order)[..., :budget])
 

@@ -184,8 +184,8 @@ class Louver(WeighsUnsealed, ReadsKeys, Selector):
         real = step.valid.sum(-1)  # [B]
         if self.threshold == "share":
             wanted = (budget * many.double() / real.clamp(min=1)[:, None, None, None]).long().clamp(min=1)
-            found = scores.gather(-1, wanted.clamp(max=scores.shape[3]) - 1)
-            return torch.where(wanted >= many, -torch.inf, found)[..., 0]
+            bounds = scores.gather(-1, wanted.clamp(max=scores.shape[3]) - 1)
+            return torch.where(wanted >= many, -torch.inf, bounds)[..., 0]
         if self.threshold == "max":
             return scores[..., 0]
         if self.threshold == "meanmax":
@@ -244,6 +244,6 @@ class Louver(WeighsUnsealed, ReadsKeys, Selector):
             Launch("sort", entries=self.subspaces * sorted_best(every, clusters, clusters)),
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
-        found = sealed, rows
+        counts = sealed, rows
         expected = "balls reach nearly all rows of 64 channels, and means half of them, as measured"
-        return self.ranked(query, Scan(clusters + scored, read), scoring, found, expected=expected)
+        return self.ranked(query, Scan(clusters + scored, read), scoring, counts, expected=expected)

@@ -56,10 +56,10 @@ class Fitted(EstimatesMass, Wrapper):
         every = heads if self.layer_context.heads is None else self.layer_context.heads.of
         given = tuple(self._held.of(self.layer)[0].shape)
         if given != (every, group or given[1]):
-            found = f"{every}" if group is None else f"{every} with {group}"
+            shape = f"{every}" if group is None else f"{every} with {group}"
             raise EstimatesError(
                 f"{self.artefact} is of {given[0]} KV heads with {given[1]} query heads each, layer {self.layer} has "
-                f"{found}"
+                f"{shape}"
             )
 
     def source(self) -> str:

@@ -55,13 +55,13 @@ class KeptChoices(State):
 
     def saved(self) -> dict[str, Tensor]:
         numbers = {"rows": self.rows, "steps": self.steps, "span": self.span, "whole": int(self.whole)}
-        told = {name: torch.tensor(number) for name, number in numbers.items()}
-        return told | {f"part.{name}": part for name, part in self.parts.items()} if self.rows else {}
+        tensors = {name: torch.tensor(number) for name, number in numbers.items()}
+        return tensors | {f"part.{name}": part for name, part in self.parts.items()} if self.rows else {}
 
-    def restore(self, held: Mapping[str, Tensor], device: torch.device | str) -> None:
-        self.parts = {name[5:]: part.to(device) for name, part in held.items() if name.startswith("part.")}
-        self.rows, self.steps, self.span = (int(held[name]) for name in ("rows", "steps", "span"))
-        self.whole = bool(held["whole"])
+    def restore(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+        self.parts = {name[5:]: part.to(device) for name, part in tensors.items() if name.startswith("part.")}
+        self.rows, self.steps, self.span = (int(tensors[name]) for name in ("rows", "steps", "span"))
+        self.whole = bool(tensors["whole"])
 
     @property
     def nbytes(self) -> int:
@@ -205,29 +205,29 @@ class FreeKV(Wrapper):
 
     def _anew(self, query: Tensor, budget: int) -> Tensor:
         """`[B,H]` bool: which KV heads read a choice of this step's query."""
-        held = self.last.parts
-        if "query" not in held:
+        parts = self.last.parts
+        if "query" not in parts:
             return torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        like = functional.cosine_similarity(query.float(), held["query"].float(), dim=-1).mean(2)
-        most = held["length"].sum(-1).unflatten(1, (query.shape[1], -1)).amax(2)
-        had_all = (held["every"] >= 0) & (held["every"] < held["real"][:, None])
+        like = functional.cosine_similarity(query.float(), parts["query"].float(), dim=-1).mean(2)
+        most = parts["length"].sum(-1).unflatten(1, (query.shape[1], -1)).amax(2)
+        had_all = (parts["every"] >= 0) & (parts["every"] < parts["real"][:, None])
         return (like < self.tau) | (most > budget) | had_all
 
 
-def _either(first: Tensor, one: Selection, other: Selection) -> Selection:
-    """Of the KV heads `first` `[B,H]` what `one` chose, of the others what `other` did; without costs."""
-    heads, slots = (max(chosen.start.shape[dim] for chosen in (one, other)) for dim in (1, 2))
+def _either(first: Tensor, kept: Selection, other: Selection) -> Selection:
+    """Of the KV heads `first` `[B,H]` what `kept` chose, of the others what `other` did; without costs."""
+    heads, slots = (max(chosen.start.shape[dim] for chosen in (kept, other)) for dim in (1, 2))
     mine = first.repeat_interleave(heads // first.shape[1], 1)[..., None]
 
     def part(name: str) -> Tensor:
-        own, others = (_padded(getattr(chosen, name), chosen, heads, slots) for chosen in (one, other))
+        own, others = (_padded(getattr(chosen, name), chosen, heads, slots) for chosen in (kept, other))
         return torch.where(mine, own, others)
 
     bias = None
-    if one.bias is not None or other.bias is not None:
+    if kept.bias is not None or other.bias is not None:
         bias = part("bias")
     start, length = part("start"), part("length")
-    used = [chosen for chosen in (one, other) if chosen.start.shape[2]]
+    used = [chosen for chosen in (kept, other) if chosen.start.shape[2]]
     span = max((chosen.span for chosen in used), default=1)
     return Selection(start, length, span, whole=all(c.whole and c.span == span for c in used), bias=bias)
 

@@ -97,7 +97,7 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
     def follows(self) -> int | None:
         """The layer whose choice this one reads; None where it chooses."""
         anchors = self.chosen_anchors()
-        anchor = max((one for one in anchors if one <= self.layer), default=self.layer)
+        anchor = max((layer for layer in anchors if layer <= self.layer), default=self.layer)
         return None if anchor == self.layer else anchor
 
     def find(self, ability: type[Ability]) -> list[Ability]:
@@ -123,13 +123,13 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
         similarity = self.similarity()
         if similarity is None:
             return range(heads)
-        found = similarity.map(anchor, self.layer)
-        if len(found) != heads:
+        heads_of = similarity.map(anchor, self.layer)
+        if len(heads_of) != heads:
             raise ValueError(
-                f"{self.artefact} is of layers of {len(found)} KV heads, layer {self.layer} here has {heads}: it is of "
-                f"another model"
+                f"{self.artefact} is of layers of {len(heads_of)} KV heads, layer {self.layer} here has {heads}: it is "
+                f"of another model"
             )
-        return found
+        return heads_of
 
     # -- what it does --------------------------------------------------------------------------------------------------
 
@@ -172,30 +172,30 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
             return scan
         return replace(scan, scanned=0, read=0, launches=(Launch("operator", count=self.operators),), tail=0)
 
-    def _first(self, found: Choice, budget: int) -> Choice:
+    def _first(self, choice: Choice, budget: int) -> Choice:
         """Return the first rows of what a layer of a larger budget chose, where `inner` names its rows best first."""
-        if found.budget <= budget or not self.inner.best_first:
-            return found
-        chosen = found.selection
+        if choice.budget <= budget or not self.inner.best_first:
+            return choice
+        chosen = choice.selection
         bias = None if chosen.bias is None else chosen.bias[..., :budget]
         start, length = chosen.start[..., :budget], chosen.length[..., :budget]
-        return Choice(replace(chosen, start=start, length=length, bias=bias), budget, found.rows)
+        return Choice(replace(chosen, start=start, length=length, bias=bias), budget, choice.rows)
 
     def _read(self, anchor: int, query: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
-        found = None if self.layer_context.board is None else self.layer_context.board.get(anchor)
-        if found is None:
+        choice = None if self.layer_context.board is None else self.layer_context.board.get(anchor)
+        if choice is None:
             raise ValueError(
                 f"layer {self.layer} reads what layer {anchor} chose, and that layer chose nothing at this step: it "
                 f"runs before, is not dense, and has the same method"
             )
-        found = self._first(found, budget)
-        if (found.rows, found.budget) != (self.shown, budget):
+        choice = self._first(choice, budget)
+        if (choice.rows, choice.budget) != (self.shown, budget):
             raise ValueError(
                 f"layer {self.layer} has {self.shown} sealed rows and a budget of {budget} rows, layer {anchor}, whose "
-                f"choice it reads, {found.rows} and {found.budget}: give all layers one budget, sink, window and seal"
+                f"choice it reads, {choice.rows} and {choice.budget}: give all layers one budget, sink, window and seal"
             )
-        chosen, every = found.selection, heads if self.layer_context.heads is None else self.layer_context.heads.of
+        chosen, every = choice.selection, heads if self.layer_context.heads is None else self.layer_context.heads.of
         lists = chosen.start.shape[1]
         if lists not in (every, every * group) or len(chosen.start) != batch:
             raise ValueError(
@@ -216,7 +216,7 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
 def _rising(anchors: int | Sequence[Any]) -> bool:
     if isinstance(anchors, int):
         return anchors >= 1
-    whole = all(type(one) is int and one >= 0 for one in anchors)
+    whole = all(type(layer) is int and layer >= 0 for layer in anchors)
     return bool(anchors) and whole and list(anchors) == sorted({*anchors})
 
 

@@ -111,9 +111,9 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
             assert order is not None
             self._join(rows, order)
         else:
-            held = self.count.rows
+            rows_before = self.count.rows
             self._group(rows)
-            self._move(order, held, rows.keys)
+            self._move(order, rows_before, rows.keys)
         return order
 
     def _group(self, rows: Rows) -> None:
@@ -124,14 +124,14 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
         count = (rows.positions[:, ::width] >= 0).int() * width
         self.count.append(count[:, None].expand(-1, rows.keys.shape[1], -1))
 
-    def _move(self, order: Tensor | None, held: int, keys: Tensor) -> None:
-        """Follows rows `keys` `[B,H,n,D]`, behind `held` groups, that are stored in an `order`."""
+    def _move(self, order: Tensor | None, rows_before: int, keys: Tensor) -> None:
+        """Follows rows `keys` `[B,H,n,D]`, behind `rows_before` groups, that are stored in an `order`."""
         if order is None and not self.member.rows:
             return
         batch, heads, new, _ = keys.shape
-        if not self.member.rows and held:
-            self._note(0, held * self.width_of_group, (batch, heads), keys.device)
-        self._note(held * self.width_of_group, new, (batch, heads), keys.device)
+        if not self.member.rows and rows_before:
+            self._note(0, rows_before * self.width_of_group, (batch, heads), keys.device)
+        self._note(rows_before * self.width_of_group, new, (batch, heads), keys.device)
         if order is not None:
             last = self.member.data[:, :, -order.shape[2] :]
             last.copy_(last.gather(2, order))

@@ -205,8 +205,8 @@ class VAttention(Biases, WeighsUnsealed, ReadsKeys, Wrapper):
         spread = (variance + self.margin * own.sqrt()).sqrt()
         denominator = (known - torch.where(top.isinf(), 0.0, top)).exp() + total * mean
         z = statistics.NormalDist().inv_cdf(1 - self.delta / 2)
-        found = (z * spread * total / (self.epsilon * denominator.clamp(min=TINY))).square()
-        return torch.where(base < 2, torch.inf, torch.maximum(found, base))  # one draw says nothing of their spread
+        rows = (z * spread * total / (self.epsilon * denominator.clamp(min=TINY))).square()
+        return torch.where(base < 2, torch.inf, torch.maximum(rows, base))  # one draw says nothing of their spread
 
     def _costs(self, chosen: Selection, query: Tensor, base: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return `scanned` `[B,H*G]` and `scan_bytes` `[B,H]`, of a base sample of `base` `[B,H,G]` rows."""

@@ -68,21 +68,21 @@ def received(
     for b in range(batch):
         place, order = at[b].sort()
         order, place = order[place >= 0], place[place >= 0]  # [N] rows by position
-        asked, turn = query_at[b].sort()
-        turn, asked = turn[asked >= 0], asked[asked >= 0]  # [m] queries by position
-        seen = torch.searchsorted(place, asked, right=True).tolist()
+        places, turn = query_at[b].sort()
+        turn, places = turn[places >= 0], places[places >= 0]  # [m] queries by position
+        seen = torch.searchsorted(place, places, right=True).tolist()
         step = max(1, ROWS // group)
         for h in range(heads):
             keys = torch.cat([part[b, h] for part, _ in stored])[order].float()  # [N,D]
             got = torch.zeros(len(place), device=keys.device)
-            for first in range(0, len(asked), step):
-                block = slice(first, min(first + step, len(asked)))
+            for first in range(0, len(places), step):
+                block = slice(first, min(first + step, len(places)))
                 common, most = seen[block.start], seen[block.stop - 1]
                 query = queries[b, h].index_select(1, turn[block]).float()  # [G,m,D]
                 logits = query @ keys[:most].T * scale  # [G,m,most]
-                later = place[common:most] > asked[block, None]
+                later = place[common:most] > places[block, None]
                 logits[..., common:].masked_fill_(later, -torch.inf)
-                of = QueryBlock(h, asked[block], place[:most], asked[-1])
+                of = QueryBlock(h, places[block], place[:most], places[-1])
                 got[:most] += gives(logits, of).sum((0, 1))
             total[b, h, order] = got
     return list(total.split([positions.shape[1] for _, positions in stored], 2))

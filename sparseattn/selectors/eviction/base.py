@@ -119,11 +119,11 @@ class Observing(Observes, Evicting):
             noted = torch.where(same[:, None], self.waiting.data[:, :, None], -torch.inf).amax(-1)  # [B,H,n]
             self.shown.data.add_(real.sum(-1, keepdim=True))
             return torch.where(noted.isneginf(), self.unknown(at)[:, None], noted)
-        found = self.of_prompt(rows)
-        if found is None:
+        chosen = self.of_prompt(rows)
+        if chosen is None:
             worth = self.unknown(at)[:, None].expand(-1, self.kv, -1)
-            found = worth, worth[:, :, :0], at[:, :0]
-        worth, rest, rest_at = found
+            chosen = worth, worth[:, :, :0], at[:, :0]
+        worth, rest, rest_at = chosen
         self.waiting.append(torch.nn.functional.pad(rest, (0, 1)))
         self.waiting_at.append(torch.nn.functional.pad(rest_at, (0, 1), value=-1))
         self.shown.append(real.sum(-1, keepdim=True))

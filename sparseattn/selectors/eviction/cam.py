@@ -70,8 +70,8 @@ class CaM(Observes, Merging):
         drawn = draws(stream, torch.zeros_like(at[:1]), at[None])[0]
         return (drawn >> 11 & (1 << 53) - 1).double() / (1 << 53)
 
-    def merge(self, b: int, gone: Tensor, held: Tensor) -> None:
-        for h, (out, kept) in enumerate(zip(listed(gone), listed(held), strict=True)):
+    def merge(self, b: int, gone: Tensor, stay: Tensor) -> None:
+        for h, (out, kept) in enumerate(zip(listed(gone), listed(stay), strict=True)):
             latest = self.latest.data[b, h]
             known = latest[kept][latest[kept] >= 0]
             if not len(out) or not len(known):

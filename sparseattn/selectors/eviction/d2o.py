@@ -58,17 +58,17 @@ class D2O(ComparesHeads, Merging, Summed):
     def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         super().observe(*self.with_tail(selection, weights, total), total)
 
-    def merge(self, b: int, gone: Tensor, held: Tensor) -> None:
-        found = []
-        for h, (out, kept) in enumerate(zip(listed(gone), listed(held), strict=True)):
+    def merge(self, b: int, gone: Tensor, stay: Tensor) -> None:
+        pairs = []
+        for h, (out, kept) in enumerate(zip(listed(gone), listed(stay), strict=True)):
             if len(out) and len(kept):
                 units = torch.nn.functional.normalize(self.keys.data[b, h].float(), dim=1)
                 cosine, place = (units[out] @ units[kept].T).max(1)
-                found.append((h, out, kept[place], cosine))
-        if not found:
+                pairs.append((h, out, kept[place], cosine))
+        if not pairs:
             return
-        mean, threshold = torch.cat([cosine for *_, cosine in found]).mean(), self.threshold.data[b]
+        mean, threshold = torch.cat([cosine for *_, cosine in pairs]).mean(), self.threshold.data[b]
         threshold.copy_(torch.where(threshold.isnan(), mean, (1 - self.forget) * threshold + self.forget * mean))
-        for h, out, into, cosine in found:
-            near = cosine >= threshold
-            self.average(b, h, out[near], into[near], cosine[near])
+        for h, out, into, cosine in pairs:
+            alike = cosine >= threshold
+            self.average(b, h, out[alike], into[alike], cosine[alike])

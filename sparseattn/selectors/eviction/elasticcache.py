@@ -67,18 +67,18 @@ class ElasticCache(ComparesHeads, Merging):
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         rank, more = super().preferred(worth, query, budget)
-        held, stage = worth > -torch.inf, self.stage.data
-        many = held.sum(2, keepdim=True)
+        there, stage = worth > -torch.inf, self.stage.data
+        many = there.sum(2, keepdim=True)
         begins = (stage == BEFORE) & (many > budget).any(1)
         stage.copy_(torch.where(begins, NOW, torch.where(stage == BEFORE, BEFORE, DONE)))
-        age, place = held.cumsum(2) - 1, max(budget - self.distance, 0)
-        given_up = held & (age >= place) & (age < place + (many - budget).clamp(min=0))
+        age, place = there.cumsum(2) - 1, max(budget - self.distance, 0)
+        given_up = there & (age >= place) & (age < place + (many - budget).clamp(min=0))
         return rank.masked_fill(given_up & (stage == DONE)[:, :, None], -torch.inf), more
 
-    def merge(self, b: int, gone: Tensor, held: Tensor) -> None:
+    def merge(self, b: int, gone: Tensor, stay: Tensor) -> None:
         if int(self.stage.data[b]) != NOW:
             return
-        for h, (out, kept) in enumerate(zip(listed(gone), listed(held), strict=True)):
+        for h, (out, kept) in enumerate(zip(listed(gone), listed(stay), strict=True)):
             if len(out) and len(kept):
                 at = self.at.data[b, h]
                 into = kept[(at[out][:, None] - at[kept]).abs().min(1).indices]

@@ -82,11 +82,11 @@ class FastGen(Summed):
         assert rest_at is not None
         at = torch.cat([rows.positions, rest_at], 1)
         sums = torch.cat([sealed, rest], 2)
-        held, most, last = (torch.stack(part) for part in zip(*self._profiles(rows, at, sums), strict=True))
+        kept_rows, most, last = (torch.stack(part) for part in zip(*self._profiles(rows, at, sums), strict=True))
         self.most.append(most[:, None])
         self.last.append(last[:, None])
         first = at < self._begin(at)[:, None] + self.special
-        worth = sums.masked_fill(first[:, None], ALWAYS).masked_fill(~held, -torch.inf)
+        worth = sums.masked_fill(first[:, None], ALWAYS).masked_fill(~kept_rows, -torch.inf)
         return worth[:, :, : sealed.shape[2]], rest, rest_at
 
     def _begin(self, at: Tensor) -> Tensor:
@@ -98,38 +98,44 @@ class FastGen(Summed):
         return [self._profile(rows, b, at[b], sums[b]) for b in range(len(at))]
 
     def _profile(self, rows: Rows, b: int, at: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, asked = (part[b : b + 1] for part in prompt_queries(rows))
+        queries, query_places = (part[b : b + 1] for part in prompt_queries(rows))
         stored = [(keys[b : b + 1], places[b : b + 1]) for keys, places in every_row(rows)]
         real, group = at >= 0, queries.shape[2]
-        count, asks = int(real.sum()), max(int((asked >= 0).sum()), 1) * group
+        count, asks = int(real.sum()), max(int((query_places >= 0).sum()), 1) * group
         window = max(1, int(self.local * count))
         first = real & (at < int(self._begin(at[None])) + self.special)  # [n]
-        near = real & (at > int(at.max()) - window)
+        recent = real & (at > int(at.max()) - window)
         frequent = _largest(sums, real & ~first, math.ceil(self.frequent * count)) | first  # [H,n]
-        beyond = _largest(sums, real & ~first & ~near, math.ceil(self.frequent * count)) | first
+        beyond = _largest(sums, real & ~first & ~recent, math.ceil(self.frequent * count)) | first
         shares = [sums.masked_fill(~which, 0.0).sum(1) / asks for which in (first.expand_as(frequent), frequent)]
-        shares.append(self._with_local(queries, asked, stored, at, beyond, window) / asks)
+        shares.append(self._with_local(queries, query_places, stored, at, beyond, window) / asks)
         enough = torch.stack([*shares, torch.ones_like(shares[0])]) >= self.recovery  # [4,H]
         policy = enough.int().argmax(0) if count >= LEAST else torch.full_like(shares[0], FULL, dtype=torch.int64)
-        local = near | beyond
+        local = recent | beyond
         every = torch.stack([first.expand_as(local), frequent, local, real.expand_as(local)])
-        held = every.gather(0, policy[None, :, None].expand(1, *local.shape))[0]
-        most = torch.where(policy == FULL, torch.iinfo(torch.int64).max, held.sum(1))
-        return held, most, torch.where(policy == LOCAL, window, 0)
+        chosen = every.gather(0, policy[None, :, None].expand(1, *local.shape))[0]
+        most = torch.where(policy == FULL, torch.iinfo(torch.int64).max, chosen.sum(1))
+        return chosen, most, torch.where(policy == LOCAL, window, 0)
 
     def _with_local(
-        self, queries: Tensor, asked: Tensor, stored: list[tuple[Tensor, Tensor]], at: Tensor, held: Tensor, window: int
+        self,
+        queries: Tensor,
+        query_places: Tensor,
+        stored: list[tuple[Tensor, Tensor]],
+        at: Tensor,
+        chosen: Tensor,
+        window: int,
     ) -> Tensor:
-        """`[H]`: the weights on rows `held` `[H,n]` and on each query's newest `window`, summed over queries."""
+        """`[H]`: the weights on rows `chosen` `[H,n]` and on each query's newest `window`, summed over queries."""
         order = at.argsort()
         order = order[at[order] >= 0]
 
         def on_held(logits: Tensor, block: QueryBlock) -> Tensor:
-            near = block.place > block.asked[:, None] - window  # [m,n]
-            mine = held[block.head, order[: len(block.place)]]
-            return weights(logits, block).masked_fill(~(near | mine), 0.0)
+            local = block.place > block.asked[:, None] - window  # [m,n]
+            mine = chosen[block.head, order[: len(block.place)]]
+            return weights(logits, block).masked_fill(~(local | mine), 0.0)
 
-        return torch.cat(received(queries, asked, stored, self.layer_context.scale, on_held), 2).sum((0, 2))
+        return torch.cat(received(queries, query_places, stored, self.layer_context.scale, on_held), 2).sum((0, 2))
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         most, last = self.most.data[:, 0, :, None], self.last.data[:, 0, :, None]  # [B,H,1]

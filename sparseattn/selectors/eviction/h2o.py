@@ -75,11 +75,11 @@ class H2O(ReadsKeys, Summed):
         return None if self.scores == "decode" else super().of_prompt(rows)
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
-        rank, more, held = worth, 0, worth > -torch.inf
+        rank, more, there = worth, 0, worth > -torch.inf
         if self.scores == "decode" and not self.watched and worth.shape[2] > budget:
             rank, more = self._by(query), query.shape[3] * self.bytes_of(query)
-            rank = rank.masked_fill(~held, -torch.inf)
-        return rank.masked_fill(newest(held, int(budget * self.recent)), torch.inf), more
+            rank = rank.masked_fill(~there, -torch.inf)
+        return rank.masked_fill(newest(there, int(budget * self.recent)), torch.inf), more
 
     def _by(self, query: Tensor) -> Tensor:
         """`[B,H,N]`: the query's own weights among the rows held."""

@@ -83,22 +83,22 @@ class Keyformer(Summed):
         super().keep(ids)
         self.at.keep(ids)
 
-    def noise(self, head: int, group: int, asked: Tensor, place: Tensor) -> Tensor:
+    def noise(self, head: int, group: int, query_places: Tensor, place: Tensor) -> Tensor:
         """Return the noise of a KV head's queries.
 
         Args:
             head: the KV head, of those it is shown.
             group: its query heads.
-            asked: `[m]` int64, positions of queries.
+            query_places: `[m]` int64, positions of queries.
             place: `[m,n]` or `[1,n]` integers, positions of rows.
 
         Returns:
             `[G,m,n]` float32.
         """
         number = self.head_numbers(head + 1)[head]
-        stream = streams(self.seed, self.layer, [number * group + g for g in range(group)], asked.device)
-        begin = draws(stream, asked, asked.new_zeros(len(asked), 1))[..., 0].T  # [G,m]
-        return _noise(asked.device)[(begin[..., None] + place) & NOISE - 1]
+        stream = streams(self.seed, self.layer, [number * group + g for g in range(group)], query_places.device)
+        begin = draws(stream, query_places, query_places.new_zeros(len(query_places), 1))[..., 0].T  # [G,m]
+        return _noise(query_places.device)[(begin[..., None] + place) & NOISE - 1]
 
     def gives(self, logits: Tensor, block: QueryBlock) -> Tensor:
         noise = self.noise(block.head, len(logits), block.asked, block.place[None])
@@ -108,9 +108,9 @@ class Keyformer(Summed):
         self.steps.data.add_(1)
         tau = 1 + self.rise * self.steps.data[:, 0]  # [B]
         read = self.at.visible.gather(2, selection.start.long())  # [B,H,S]
-        asked = self.asked.data[:, 0]
-        place = torch.cat([read, asked[:, None, None].expand(-1, self.kv, -1)], 2)
-        each = [self.noise(h, got.shape[2], asked, place[:, h]) for h in range(self.kv)]
+        query_places = self.asked.data[:, 0]
+        place = torch.cat([read, query_places[:, None, None].expand(-1, self.kv, -1)], 2)
+        each = [self.noise(h, got.shape[2], query_places, place[:, h]) for h in range(self.kv)]
         logits = torch.cat([got, own[..., None]], 3).log() + torch.stack(each, 1).permute(2, 1, 0, 3)
         given = (logits / tau[:, None, None, None]).softmax(-1)
         return given[..., :-1], given[..., -1]

@@ -50,12 +50,12 @@ class KVMerger(Merging):
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         rank, more = super().preferred(worth, query, budget)
-        held = worth > -torch.inf
-        if not bool((held.sum(2) > budget).any()):
+        there = worth > -torch.inf
+        if not bool((there.sum(2) > budget).any()):
             return rank, more
         rank = rank.clone()
-        for b, one in enumerate(held):
-            for h, kept in enumerate(listed(one)):
+        for b, of_sequence in enumerate(there):
+            for h, kept in enumerate(listed(of_sequence)):
                 if len(kept) <= budget:
                     continue
                 run, mine = self._runs(self.keys.data[b, h][kept], budget), worth[b, h, kept]
@@ -73,8 +73,8 @@ class KVMerger(Merging):
         cuts = cosine.argsort(stable=True)[: runs - 1] + 1
         return torch.zeros(len(keys), dtype=torch.int64, device=keys.device).scatter(0, cuts, 1).cumsum(0)
 
-    def merge(self, b: int, gone: Tensor, held: Tensor) -> None:
-        for h, (out, pivots) in enumerate(zip(listed(gone), listed(held), strict=True)):
+    def merge(self, b: int, gone: Tensor, stay: Tensor) -> None:
+        for h, (out, pivots) in enumerate(zip(listed(gone), listed(stay), strict=True)):
             if not len(out):
                 continue
             keys, values, count = (part.data[b, h] for part in (self.keys, self.values, self.count))

@@ -61,13 +61,13 @@ class Locret(ComparesHeads, Evicting):
     def calibration(self) -> Calibration:
         """Return the file, read once for all layers; ValueError where it is none of this method."""
         if self._held is None:
-            held = shared(self.artefact)
-            if held.method != METHOD:
+            calibration = shared(self.artefact)
+            if calibration.method != METHOD:
                 raise CalibrationError(
-                    f"{self.artefact} is a calibration for {held.method}, and {METHOD} needs one of "
+                    f"{self.artefact} is a calibration for {calibration.method}, and {METHOD} needs one of "
                     f"`sparseattn train --method {METHOD}`"
                 )
-            self._held = held
+            self._held = calibration
         return self._held
 
     def bind(self, context: LayerContext) -> None:
@@ -80,11 +80,9 @@ class Locret(ComparesHeads, Evicting):
         if some is not None and some.of != heads:
             raise ValueError(f"{self} reads all {some.of} KV heads of a layer, and is given {heads} of them")
         if self.artefact != RANDOM:
-            held = self.calibration().check(self.layer, heads, size, rope)
-            if group not in (None, held["queries"].shape[1]):
-                raise CalibrationError(
-                    f"{self.artefact} is for {held['queries'].shape[1]} query heads of a KV head, here are {group}"
-                )
+            parameters = self.calibration().check(self.layer, heads, size, rope)
+            if group not in (None, learned := parameters["queries"].shape[1]):
+                raise CalibrationError(f"{self.artefact} is for {learned} query heads of a KV head, here are {group}")
 
     def _rope(self) -> Rope:
         if self.layer_context.rope is None:

@@ -43,8 +43,8 @@ class Merging(HasTail, Evicting):
         self.keys, self.values, self.count = RowBuffer(2), RowBuffer(2), RowBuffer(2)
 
     @abstractmethod
-    def merge(self, b: int, gone: Tensor, held: Tensor) -> None:
-        """Merge rows that sequence b has just dropped, `gone` `[H,N]` bool, into those that are `held` `[H,N]` bool."""
+    def merge(self, b: int, gone: Tensor, stay: Tensor) -> None:
+        """Merge rows that sequence b has just dropped, `gone` `[H,N]` bool, into those that `stay` `[H,N]` bool."""
 
     def fix(self, rows: int, seal: int) -> None:
         raise ValueError(f"{self} merges rows head by head, on the host's word: build the KVCache without fixed=True")
@@ -71,10 +71,10 @@ class Merging(HasTail, Evicting):
         self._query = query  # of this step: `observe` weighs the tail's rows by it
         before = self.held()
         chosen = super().select(query, step, budget)
-        held = self.held()
-        gone = before & ~held
+        stay = self.held()
+        gone = before & ~stay
         for b in gone.flatten(1).any(1).nonzero()[:, 0].tolist():
-            self.merge(b, gone[b], held[b])
+            self.merge(b, gone[b], stay[b])
         alone = self.count.data.gather(2, chosen.start.long()) == 1
         return replace(chosen, length=chosen.length * alone.int())
 

@@ -111,16 +111,16 @@ class Scissorhands(Observes, Evicting):
         for byte in range(self.history // BYTE):
             mine = torch.where(at % self.history // BYTE == byte, at, -1)
             which = (mine >= 0).any(0).nonzero()[:, 0]  # of no sequence another byte's, which -1 leaves out
-            found = received(queries[:, :, :, which], mine[:, which], every, self.layer_context.scale, _pivotal)[0]
-            marks.append(found.to(torch.uint8))
+            counts = received(queries[:, :, :, which], mine[:, which], every, self.layer_context.scale, _pivotal)[0]
+            marks.append(counts.to(torch.uint8))
         return torch.stack(marks, -1)
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         seen = (self.asked.data[:, :, None] - self.since.visible).clamp(1, self.history)  # queries before this one
         share = worth.double() / seen
         rank = share.argsort(dim=-1, stable=True).argsort(dim=-1).float()  # of equal shares, the newer the more
-        held = worth > -torch.inf
-        return rank.masked_fill(~held, -torch.inf).masked_fill(newest(held, self.recent), torch.inf), 0
+        there = worth > -torch.inf
+        return rank.masked_fill(~there, -torch.inf).masked_fill(newest(there, self.recent), torch.inf), 0
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         self.asked.data[:, 0] = step.positions
@@ -128,18 +128,18 @@ class Scissorhands(Observes, Evicting):
 
     def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
-        asked, worth = self.asked.data[:, 0], self.worth.visible
-        beside = asked + 1 - self.shown.data[:, 0]  # [B] rows that are not sealed, and the sink's
+        query_places, worth = self.asked.data[:, 0], self.worth.visible
+        beside = query_places + 1 - self.shown.data[:, 0]  # [B] rows that are not sealed, and the sink's
         even = 1 / (selection.attended + beside[:, None])  # [B,H]
         self.own.data[:, 0] = left(got).mean(2) >= even
-        self.own_at.data[:, 0] = torch.where(beside == 1, asked, -1)
+        self.own_at.data[:, 0] = torch.where(beside == 1, query_places, -1)
         pivotal = (selection.length > 0) & (got.mean(2) >= even[..., None])
         read = torch.zeros_like(worth).scatter_add_(2, selection.start.long(), pivotal.float()) > 0
-        place = (asked % self.history // BYTE)[:, None, None, None].expand(*worth.shape, 1)
-        bit = (1 << asked % BYTE).to(torch.uint8)[:, None, None]
-        held = self.marks.visible.gather(3, place)[..., 0]
-        self.marks.visible.scatter_(3, place, torch.where(read, held | bit, held & ~bit)[..., None])
-        worth.add_(read.float() - ((held & bit) > 0).float())
+        place = (query_places % self.history // BYTE)[:, None, None, None].expand(*worth.shape, 1)
+        bit = (1 << query_places % BYTE).to(torch.uint8)[:, None, None]
+        marked = self.marks.visible.gather(3, place)[..., 0]
+        self.marks.visible.scatter_(3, place, torch.where(read, marked | bit, marked & ~bit)[..., None])
+        worth.add_(read.float() - ((marked & bit) > 0).float())
 
 
 def _pivotal(logits: Tensor, block: QueryBlock) -> Tensor:

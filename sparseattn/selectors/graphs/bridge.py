@@ -205,8 +205,8 @@ class QueryBridge(LearnsFromQueries, ReadsKeys, Selector):
             Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
-        found, expected = (int(scored), min(budget, int(scored))), "lists share as many keys as random lists would"
-        return self.ranked(query, Scan(guides + scored, read), scoring, found, expected=expected)
+        counts, expected = (int(scored), min(budget, int(scored))), "lists share as many keys as random lists would"
+        return self.ranked(query, Scan(guides + scored, read), scoring, counts, expected=expected)
 
     def _expected(self, sealed: int) -> tuple[int, int, float]:
         """Return how many guides there are expected to be, keys in the lists that a query unites, and distinct keys

@@ -161,6 +161,6 @@ def probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
     Returns:
         The shape of `cosine`, from 1e-12 to 1.
     """
-    one = (1 - cosine.acos() / torch.pi) ** bits  # of a table
-    none_or_one = (tables - 1) * (-one).log1p() + ((tables - 1) * one).log1p()
+    of_table = (1 - cosine.acos() / torch.pi) ** bits
+    none_or_one = (tables - 1) * (-of_table).log1p() + ((tables - 1) * of_table).log1p()
     return (-none_or_one.expm1()).clamp(LEAST, 1)

@@ -90,8 +90,8 @@ class Reformer(Binned):
         row = torch.arange(order.shape[2], device=order.device)
         newest = torch.where(step.valid, row, -1).topk(len(slot), -1).values  # [B,S], of all buckets
         there = newest[:, None].expand(-1, bucket.shape[1], -1)  # [B,H,S]
-        found = bucket.gather(2, there.clamp(min=0))
-        others = ((found[:, :, None] != hashed[..., None]) & (there >= 0)[:, :, None]).expand_as(place)
+        row_buckets = bucket.gather(2, there.clamp(min=0))
+        others = ((row_buckets[:, :, None] != hashed[..., None]) & (there >= 0)[:, :, None]).expand_as(place)
         candidates = torch.cat([own, there[:, :, None].expand_as(place).to(own.dtype)], -1)  # [B,H,G,2S]
         fits = torch.cat([of_bucket, others], -1)
         first = fits.int().argsort(dim=-1, descending=True, stable=True)[..., : len(slot)]

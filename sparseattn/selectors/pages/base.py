@@ -99,7 +99,7 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
             As `scores`.
         """
         place = table.long().clamp(min=0)
-        own = {name: held[place].transpose(1, 2) for name, held in store.items()}
+        own = {name: entries[place].transpose(1, 2) for name, entries in store.items()}
         return self.scores(query, own, table >= 0)
 
     def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
@@ -151,11 +151,11 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         """Tell an entry's shape and dtype by making one."""
         check_no_order(order)
         count = rows.keys.shape[2] // self.unit
-        one = self.entries(rows.keys[:, :, : self.unit])
+        entry = self.entries(rows.keys[:, :, : self.unit])
         check_tensors(
-            state, {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in one.items()}
+            state, {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in entry.items()}
         )
-        check_finite(state, *(name for name, part in one.items() if part.is_floating_point()))
+        check_finite(state, *(name for name, part in entry.items() if part.is_floating_point()))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if budget < self.page:
@@ -174,8 +174,8 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         entry_bytes, numbers = (sealed // self.unit * part for part in self.entry_size(query))
         pages, read = sealed // self.page, entry_bytes + self.bytes_once(query)
         scoring = Launch(self.kernel, batch * heads * read, 2.0 * batch * heads * members * numbers)
-        found = pages, min(budget, sealed) // self.page
-        return self.ranked(query, Scan(pages, read), [scoring], found, group=self.group, page=self.page)
+        counts = pages, min(budget, sealed) // self.page
+        return self.ranked(query, Scan(pages, read), [scoring], counts, group=self.group, page=self.page)
 
     def bytes_once(self, query: Tensor) -> int:
         """Return the bytes that scoring reads for a KV head whatever the number of pages; by default none."""

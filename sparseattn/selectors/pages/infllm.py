@@ -89,8 +89,8 @@ class InfLLM(ComparesHeads, LearnsFromQueries, Selector):
             for h in range(heads):
                 for g in range(group):
                     # In float64: a sum over a prompt, less what comes before a row.
-                    asked = torch.nn.functional.pad(queries[b, h, g].double().cumsum(0), (0, 0, 1, 0))
-                    followed = asked[last.clamp(max=len(asked) - 1)] - asked[at.clamp(max=len(asked) - 1)]
+                    sums = torch.nn.functional.pad(queries[b, h, g].double().cumsum(0), (0, 0, 1, 0))
+                    followed = sums[last.clamp(max=len(sums) - 1)] - sums[at.clamp(max=len(sums) - 1)]
                     scores = (keys[b, h] * followed).sum(-1) / (last - at).clamp(min=1)
                     best = scores.unflatten(0, (-1, self.page)).topk(self.representatives, -1).indices  # [P,r]
                     chosen = placed[b, h].unflatten(0, (-1, self.page)).take_along_dim(best[..., None], 1)

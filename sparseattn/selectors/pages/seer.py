@@ -68,8 +68,8 @@ class Seer(FromCalibration):
         if self.artefact != PROMPT:
             check_whole(self, "rows a block", self.page, self.calibration().meta["recipe"]["width"], "page here is")
             if group is not None:
-                held = self.calibration().holds(self.layer)["queries"]
-                check_whole(self, "query heads a KV head", group, held.shape[1], "the model has")
+                weights = self.calibration().holds(self.layer)["queries"]
+                check_whole(self, "query heads a KV head", group, weights.shape[1], "the model has")
 
     def _rope_on(self, device: torch.device) -> Rope:
         rope = self._rope()
@@ -107,8 +107,8 @@ class Seer(FromCalibration):
     def _asked(self, query: Tensor, step: StepContext) -> Tensor:
         """Return the gate's query `[B,H,1,D]` float32 for queries `[B,H,G,D]`."""
         rope, places = self._rope_on(query.device), step.positions[:, None, None]
-        asked = gate_query(rope.unrotate(query.float(), places), self.queries.visible)
-        return rope.rotate(asked[:, :, None], places)
+        coded = gate_query(rope.unrotate(query.float(), places), self.queries.visible)
+        return rope.rotate(coded[:, :, None], places)
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
         """Return `[B,H,1,P]` float32, the scores of blocks for the gate's query `[B,H,1,D]`."""

@@ -13,10 +13,10 @@ POOLS = 3  # of a block's keys: maximum, minimum, mean
 
 def first_maps(heads: int, group: int, size: int) -> dict[str, Tensor]:
     """Return the maps of a gate that has learned nothing: keys `[H,D,3,D]` and queries `[H,G,D,D]`, their means."""
-    one = torch.eye(size)
+    identity = torch.eye(size)
     keys = torch.zeros(heads, size, POOLS, size)
-    keys[:, :, POOLS - 1] = one
-    return {"keys": keys, "queries": (one / group).expand(heads, group, size, size).contiguous()}
+    keys[:, :, POOLS - 1] = identity
+    return {"keys": keys, "queries": (identity / group).expand(heads, group, size, size).contiguous()}
 
 
 def pooled(keys: Tensor, page: int) -> Tensor:

@@ -108,8 +108,8 @@ def _products(keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
     assert queries is not None
     heads, group, tokens, size = queries.shape
     total = keys.new_zeros(heads, size, dtype=torch.float64)
-    for asked, part in zip(queries.split(CHUNK, 2), keys.split(CHUNK, 1), strict=True):
-        total += (asked.float().abs().sum(1) * part.float().abs()).sum(1)
+    for query, part in zip(queries.split(CHUNK, 2), keys.split(CHUNK, 1), strict=True):
+        total += (query.float().abs().sum(1) * part.float().abs()).sum(1)
     return {"count": torch.tensor(group * tokens, dtype=torch.float64), "product": total.cpu()}
 
 
@@ -182,15 +182,15 @@ class Calibration:
         self.method, self.roped, self.meta = method, roped, dict(meta or {})
         self.layers = {index: dict(layers[index]) for index in sorted(layers)}
         self.ropes = dict(ropes or {})
-        for index, held in self.layers.items():
-            _check_parameters(method, index, held)
+        for index, parameters in self.layers.items():
+            _check_parameters(method, index, parameters)
 
     def check(self, layer: int, heads: int, size: int, rope: Rope | None) -> dict[str, Tensor]:
         """Return the parameters of a model's layer of so many KV heads of a size; CalibrationError, with both sides,
         where they are of another one."""
         model = self.meta.get("model", "a model")
-        held = self.holds(layer)
-        mine = held[next(iter(PARAMETERS[self.method]))].shape  # [H,D,..]
+        parameters = self.holds(layer)
+        mine = parameters[next(iter(PARAMETERS[self.method]))].shape  # [H,D,..]
         if (mine[0], mine[1]) != (heads, size):
             raise CalibrationError(
                 f"the calibration of {model} is for {mine[0]} KV heads of size {mine[1]}, layer {layer} here has "
@@ -202,7 +202,7 @@ class Calibration:
                 f"the calibration of {model} was made with {rope_in_words(ours)}, layer {layer} here applies "
                 f"{rope_in_words(rope)}"
             )
-        return held
+        return parameters
 
     def holds(self, layer: int) -> dict[str, Tensor]:
         """Return the parameters of a layer; CalibrationError where it has none."""
@@ -220,7 +220,9 @@ class Calibration:
         Raises:
             CalibrationError: `meta` that JSON cannot hold, or a file that cannot be written.
         """
-        tensors = {f"layers.{i}.{name}": part for i, held in self.layers.items() for name, part in held.items()}
+        tensors = {
+            f"layers.{i}.{name}": part for i, parameters in self.layers.items() for name, part in parameters.items()
+        }
         tensors |= {f"layers.{i}.inv_freq": rope.inv_freq for i, rope in self.ropes.items()}
         ropes = {i: {"scaling": rope.scaling, "interleaved": rope.interleaved} for i, rope in self.ropes.items()}
         try:
@@ -278,13 +280,15 @@ def _loaded(path: Path, changed: int) -> Calibration:
     return Calibration.load(path)
 
 
-def _check_parameters(method: str, index: int, held: Mapping[str, Tensor]) -> None:
+def _check_parameters(method: str, index: int, parameters: Mapping[str, Tensor]) -> None:
     shapes = PARAMETERS[method]
-    if set(held) != set(shapes):
-        raise CalibrationError(f"layer {index} has {', '.join(sorted(held)) or 'nothing'}, {method} has {[*shapes]}")
+    if set(parameters) != set(shapes):
+        raise CalibrationError(
+            f"layer {index} has {', '.join(sorted(parameters)) or 'nothing'}, {method} has {[*shapes]}"
+        )
     sizes: dict[str, int] = {}
     for name, letters in shapes.items():
-        part = held[name]
+        part = parameters[name]
         if part.ndim == len(letters):
             sizes = dict(zip(letters, part.shape, strict=True)) | sizes  # those of the first one count
         shape = [sizes.get(letter, 0) for letter in letters]

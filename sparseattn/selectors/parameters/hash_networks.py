@@ -31,9 +31,9 @@ def first_network(
     names: Sequence[str], lead: tuple[int, ...], size: int, bits: int, draws: torch.Generator
 ) -> dict[str, Tensor]:
     """Return random parts of a network by name, each with the leading sizes `lead`; products keep their size."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     sizes = (size, HIDDEN, HIDDEN, bits)
     for number, (taken, given) in enumerate(itertools.pairwise(sizes)):
-        found[names[2 * number]] = torch.randn(*lead, taken, given, generator=draws) / taken**0.5
-        found[names[2 * number + 1]] = torch.zeros(*lead, given)
-    return found
+        tensors[names[2 * number]] = torch.randn(*lead, taken, given, generator=draws) / taken**0.5
+        tensors[names[2 * number + 1]] = torch.zeros(*lead, given)
+    return tensors

@@ -101,10 +101,10 @@ class Similarity:
                 max(((best[at][0] + run(at, end), [*best[at][1], at]) for at in range(taken, end)), default=(-1.0, []))
                 for end in range(number + 1)
             ]
-        found = [self.layers[at] for at in best[number][1]]
+        layers = [self.layers[at] for at in best[number][1]]
         if importance is None:
-            self._anchors[count] = found
-        return found
+            self._anchors[count] = layers
+        return layers
 
     def score(self, anchors: Sequence[int]) -> float:
         """Return the mean over layers of how well they are served, with these anchors."""

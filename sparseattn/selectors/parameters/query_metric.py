@@ -56,8 +56,10 @@ def dealt(variances: Tensor, parts: int) -> Tensor:
     The largest variance first, each goes to the part that has room and the smallest product so far.
     """
     size = len(variances)
-    found = variances.clamp(min=torch.finfo(variances.dtype).tiny).log()
-    logs: list[float] = (found - found.min()).tolist()  # none below zero: one more never makes a product smaller
+    logarithms = variances.clamp(min=torch.finfo(variances.dtype).tiny).log()
+    logs: list[float] = (
+        logarithms - logarithms.min()
+    ).tolist()  # none below zero: one more never makes a product smaller
     dealt_to: list[list[int]] = [[] for _ in range(parts)]
     product = [0.0] * parts
     for i in sorted(range(size), key=lambda i: -logs[i]):
@@ -83,9 +85,9 @@ def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor
     """
     count = len(at)
     first = count - max(count // 4, 1)
-    asked = torch.linspace(first, count - 1, min(ASKED, count - first), device=at.device).long()
-    seen = places <= at[asked, None]  # [q,n]
-    logits = queries[:, :, asked].flatten(1, 2) @ keys.mT  # [H,G*q,n]
+    sample = torch.linspace(first, count - 1, min(ASKED, count - first), device=at.device).long()
+    seen = places <= at[sample, None]  # [q,n]
+    logits = queries[:, :, sample].flatten(1, 2) @ keys.mT  # [H,G*q,n]
     hidden = ~seen.repeat(queries.shape[1], 1)
     weights = logits.masked_fill(hidden, -torch.inf).softmax(2).nan_to_num(0.0).mean(1)
     return weights / weights.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -32,10 +32,10 @@ def foreseen(weights: Mapping[str, Tensor], queries: Tensor, keys: Tensor, value
         queries: `[B,H,G,n,D]` before RoPE, those of the rows' own tokens.
         keys, values: `[B,H,n,D]`, keys before RoPE.
     """
-    found = []
-    for asked, held, kept in zip(queries.split(CHUNK, 3), keys.split(CHUNK, 2), values.split(CHUNK, 2), strict=True):
-        hidden = torch.einsum("bhgnd,hgdw->bnw", asked, weights["queries"])
-        hidden = hidden + torch.einsum("bhnd,hdw->bnw", held, weights["keys"])
+    scores = []
+    for query, key, kept in zip(queries.split(CHUNK, 3), keys.split(CHUNK, 2), values.split(CHUNK, 2), strict=True):
+        hidden = torch.einsum("bhgnd,hgdw->bnw", query, weights["queries"])
+        hidden = hidden + torch.einsum("bhnd,hdw->bnw", key, weights["keys"])
         hidden = hidden + torch.einsum("bhnd,hdw->bnw", kept, weights["values"])
-        found.append(torch.nn.functional.silu(hidden) @ weights["out"].T)  # [B,n,H]
-    return torch.cat(found, 1).mT
+        scores.append(torch.nn.functional.silu(hidden) @ weights["out"].T)  # [B,n,H]
+    return torch.cat(scores, 1).mT

@@ -119,9 +119,9 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys = rows.keys[0]
-        found = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
-        back = torch.linalg.inv(found["factor"].double()).float()
-        return {"factor": found["factor"], "back": back, "centroids": found["centroids"].to(half(keys))}
+        learned = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
+        back = torch.linalg.inv(learned["factor"].double()).float()
+        return {"factor": learned["factor"], "back": back, "centroids": learned["centroids"].to(half(keys))}
 
     def _prompts(self, rows: Rows) -> dict[str, Tensor]:
         keys, rope, places = rows.keys[0], self._rope_on(rows.keys.device), rows.positions[0]
@@ -129,11 +129,11 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         which = which.sort().values.to(keys.device)
         if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
             warn_of_keys_as_queries(self, len(keys), len(keys))
-            queries, asked = keys[:, None, which].float(), places[which]
+            queries, query_places = keys[:, None, which].float(), places[which]
         else:
-            queries, asked = rows.queries[0].float(), rows.query_positions[0]
+            queries, query_places = rows.queries[0].float(), rows.query_positions[0]
         sample = before_rope(keys[:, which].float(), places[which], rope)
-        return window_codes(sample, at_distance(queries, asked, rope, self.distance), self.bits, self.seed)
+        return window_codes(sample, at_distance(queries, query_places, rope, self.distance), self.bits, self.seed)
 
     def append(self, rows: Rows) -> None:
         self.learn(rows)

@@ -101,12 +101,12 @@ class Adamas(Selector):
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         tables = _tables(self._levels(query))
-        near = vote(codebooks.logits(tables, self.codes.visible, step.valid), self.group)  # [B,Hs,N], whole numbers
-        rows = near.shape[2]
-        newest = torch.arange(rows, device=near.device)
-        order = near.nan_to_num(neginf=-(2.0**30)).long() * rows + newest
+        votes = vote(codebooks.logits(tables, self.codes.visible, step.valid), self.group)  # [B,Hs,N], whole numbers
+        rows = votes.shape[2]
+        newest = torch.arange(rows, device=votes.device)
+        order = votes.nan_to_num(neginf=-(2.0**30)).long() * rows + newest
         ids = order.topk(min(budget, rows), dim=-1).indices
-        return Selection.tokens(ids.masked_fill(near.gather(2, ids).isneginf(), -1))
+        return Selection.tokens(ids.masked_fill(votes.gather(2, ids).isneginf(), -1))
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         row, every = _padded(query.shape[3]) // CHANNELS, query.shape[:3].numel()

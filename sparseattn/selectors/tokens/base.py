@@ -108,8 +108,8 @@ class Ranked(EstimatesMass, SharesScores, Selector):
         row, once = self.reads(query)
         scan = Scan(sealed, sealed * row + once)
         scoring = replace(self.scoring(query, sealed), bytes=query.shape[0] * query.shape[1] * scan.read)
-        found = sealed // self.page, min(budget, sealed) // self.page
-        return self.ranked(query, scan, [scoring], found, group=self.group, page=self.page)
+        counts = sealed // self.page, min(budget, sealed) // self.page
+        return self.ranked(query, scan, [scoring], counts, group=self.group, page=self.page)
 
 
 def _alone(rows: Rows, b: int) -> Rows:
@@ -118,6 +118,6 @@ def _alone(rows: Rows, b: int) -> Rows:
     keys, values = (part[b : b + 1, :, real] for part in (rows.keys, rows.values))
     if rows.queries is None or rows.query_positions is None:
         return Rows(keys, values, rows.positions[b : b + 1, real])
-    asked = rows.query_positions[b] >= 0
-    at = rows.query_positions[b : b + 1, asked]
-    return Rows(keys, values, rows.positions[b : b + 1, real], rows.queries[b : b + 1, :, :, asked], at)
+    sampled = rows.query_positions[b] >= 0
+    at = rows.query_positions[b : b + 1, sampled]
+    return Rows(keys, values, rows.positions[b : b + 1, real], rows.queries[b : b + 1, :, :, sampled], at)

@@ -47,18 +47,18 @@ class FromCalibration(Ranked):
     def calibration(self) -> Calibration:
         """Return the file, read once for all layers; ValueError where it is none of this method."""
         if self._held is None:
-            held = shared(self.artefact)
-            if held.method != self.method:
+            calibration = shared(self.artefact)
+            if calibration.method != self.method:
                 raise CalibrationError(
-                    f"{self.artefact} is a calibration for {held.method}, and {identity(type(self))} needs one for "
-                    f"{self.method}: sparseattn {self.command} --method {self.method}"
+                    f"{self.artefact} is a calibration for {calibration.method}, and {identity(type(self))} needs one "
+                    f"for {self.method}: sparseattn {self.command} --method {self.method}"
                 )
-            if held.roped != self.roped:
-                found, asked = ("after", "before") if held.roped else ("before", "after")
+            if calibration.roped != self.roped:
+                kept, wanted = ("after", "before") if calibration.roped else ("before", "after")
                 raise CalibrationError(
-                    f"{self.artefact} is of keys {found} RoPE, and {identity(type(self))} takes them {asked} it"
+                    f"{self.artefact} is of keys {kept} RoPE, and {identity(type(self))} takes them {wanted} it"
                 )
-            self._held = held
+            self._held = calibration
         return self._held
 
     def bind(self, context: LayerContext) -> None:
@@ -93,9 +93,11 @@ class FromCalibration(Ranked):
 
     def filed(self, keys: Tensor) -> dict[str, Tensor]:
         """Return the file's parameters of this layer's heads for keys `[H,n,D]`, on their device."""
-        held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.layer_context.rope)
+        parameters = self.calibration().check(
+            self.layer, self._every(len(keys)), keys.shape[2], self.layer_context.rope
+        )
         own = list(self.head_numbers(len(keys)))
-        return {name: part[own].to(keys.device) for name, part in held.items()}
+        return {name: part[own].to(keys.device) for name, part in parameters.items()}
 
 
 class Calibrated(FromCalibration):

@@ -48,17 +48,17 @@ class HashAttention(SignCodes):
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:
-            held = self.calibration().holds(self.layer)
-            check_whole(self, "bits", self.width, held[KEYS[-2]].shape[2], "bits here is")
+            weights = self.calibration().holds(self.layer)
+            check_whole(self, "bits", self.width, weights[KEYS[-2]].shape[2], "bits here is")
             if group is not None:
-                check_whole(self, "query heads a KV head", group, held[QUERIES[0]].shape[1], "the model has")
+                check_whole(self, "query heads a KV head", group, weights[QUERIES[0]].shape[1], "the model has")
 
     def drawn(self, heads: int, size: int) -> dict[str, Tensor]:
         draws = stream(self.seed, self.layer, "networks")
-        one = first_network(KEYS, (heads,), size, self.width, draws)
+        network = first_network(KEYS, (heads,), size, self.width, draws)
         same = first_network(QUERIES, (heads, 1), size, self.width, draws)
         # Keys and queries of equal direction get equal codes only where both have one network.
-        return one | {name: one[key][:, None] for name, key in zip(same, one, strict=True)}
+        return network | {name: network[key][:, None] for name, key in zip(same, network, strict=True)}
 
     def of_keys(self, keys: Tensor) -> Tensor:
         return through(keys, [getattr(self, name).data for name in KEYS])

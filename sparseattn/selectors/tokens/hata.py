@@ -42,8 +42,8 @@ class Hata(SignCodes):
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:
-            held = self.calibration().holds(self.layer)["directions"].shape[2]
-            check_whole(self, "bits", self.width, held, "bits here is")
+            bits = self.calibration().holds(self.layer)["directions"].shape[2]
+            check_whole(self, "bits", self.width, bits, "bits here is")
 
     def drawn(self, heads: int, size: int) -> dict[str, Tensor]:
         return {"directions": self.normal("directions", heads, size, self.width)}

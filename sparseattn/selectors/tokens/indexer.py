@@ -48,10 +48,10 @@ class Indexer(LearnedCodes):
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
         if self.artefact != PROMPT:
-            held = self.calibration().holds(self.layer)
-            check_whole(self, "dimensions", self.width, held["keys"].shape[2], "dimensions here is")
+            weights = self.calibration().holds(self.layer)
+            check_whole(self, "dimensions", self.width, weights["keys"].shape[2], "dimensions here is")
             if group is not None:
-                check_whole(self, "query heads a KV head", group, held["queries"].shape[1], "the model has")
+                check_whole(self, "query heads a KV head", group, weights["queries"].shape[1], "the model has")
 
     def subspaces(self, size: int) -> int:
         return self.width
@@ -62,11 +62,11 @@ class Indexer(LearnedCodes):
         return {"keys": turn, "queries": turn[:, None] * (size / self.width), "low": -far, "step": far * 2 / 15}
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
-        found = super().learned(rows)
+        maps = super().learned(rows)
         if self.artefact == PROMPT:  # images of the prompt's keys are of size 1
             spread = rows.keys[0].float().square().mean((1, 2)).sqrt().clamp(min=1e-6)[:, None, None]
-            found = found | {"keys": found["keys"] / spread, "queries": found["queries"] * spread[:, None]}
-        return found
+            maps = maps | {"keys": maps["keys"] / spread, "queries": maps["queries"] * spread[:, None]}
+        return maps
 
     def named(self, keys: Tensor) -> Tensor:
         low, step = (part.data[:, :, None] for part in (self.low, self.step))

@@ -75,14 +75,14 @@ class InfiniGen(ComparesHeads, LooksAhead, LearnsFromQueries, Selector):
         fresh = real.any(1) & ~self.known.data[:, 0]
         for b in fresh.nonzero()[:, 0].tolist():
             keys = rows.keys[b][:, real[b]]
-            asked = keys[:, :0]
+            queries = keys[:, :0]
             if rows.queries is not None and rows.query_positions is not None:
                 taken = (rows.query_positions[b] >= 0).to(keys.device)
-                asked = rows.queries[b][:, :, taken].flatten(1, 2)  # [H,G*m,D]
-            if not asked.shape[1]:
+                queries = rows.queries[b][:, :, taken].flatten(1, 2)  # [H,G*m,D]
+            if not queries.shape[1]:
                 warn_of_keys_as_queries(self, heads, heads)
-                asked = keys
-            self.turn.data[b] = _turn(asked, keys, self.turn.data.shape[3])
+                queries = keys
+            self.turn.data[b] = _turn(queries, keys, self.turn.data.shape[3])
         self.known.data[:, 0] |= fresh
         self.part.append((rows.keys.float() @ self.turn.data).to(rows.keys.dtype))
 

@@ -87,18 +87,18 @@ class LowBit(RanksListed, PageSelector):
         self.grid.fix()
 
     def to(self, device: torch.device | str) -> None:
-        held = self.codes.full if self.codes.allocated else None
+        stored = self.codes.full if self.codes.allocated else None
         super().to(device)
-        if held is not None and packing.tile(held.device) != packing.tile(self.codes.full.device):
+        if stored is not None and packing.tile(stored.device) != packing.tile(self.codes.full.device):
             codes = self.codes.full
-            codes.copy_(packing.repack(held, self.bits, self.low.full.shape[-1], codes.device))
+            codes.copy_(packing.repack(stored, self.bits, self.low.full.shape[-1], codes.device))
 
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
-        found = extremes(keys, self.rows, self.levels)
+        ends = extremes(keys, self.rows, self.levels)
         if self.scales == 16:
-            low, step = levels_of_16_bits(*found, self.bits, self.levels, half(keys))
+            low, step = levels_of_16_bits(*ends, self.bits, self.levels, half(keys))
         else:
-            low, step = self._on_grid(*found)
+            low, step = self._on_grid(*ends)
         return {
             "codes": packed_codes(keys, low, step, self.bits, self.levels_grid),
             "low": low,
@@ -131,16 +131,16 @@ class LowBit(RanksListed, PageSelector):
 
     def _on_grid(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Levels of 8 bits; where they do not fit, the grid grows, and those stored before are rounded to it."""
-        held = self.levels_grid
-        low, step, grid = levels_of_8_bits(least, most, self.bits, self.levels, held)
-        if held is None:
+        before = self.levels_grid
+        low, step, grid = levels_of_8_bits(least, most, self.bits, self.levels, before)
+        if before is None:
             self.grid.append(grid)
-        elif not torch.equal(held, grid):
+        elif not torch.equal(before, grid):
             if self.low.rows:
-                stored = level_grid.regrid(self.low.data, self.step.data, held, grid, self.bits)
+                stored = level_grid.regrid(self.low.data, self.step.data, before, grid, self.bits)
                 for buffer, levels in zip((self.low, self.step), stored, strict=True):
                     buffer.data.copy_(levels)
-            held.copy_(grid)
+            before.copy_(grid)
         return low, step
 
     @property

@@ -124,8 +124,8 @@ class ParisKV(Selector):
         batch, heads, _, size = rotated.shape
         patterns = _patterns(rotated.device).expand(batch, heads, size // CHANNELS, -1, -1)
         order = codebooks.tables(rotated, patterns).argsort(dim=-1, descending=True, stable=True)  # [B,H,G,S,256]
-        held = self.counts.visible[:, :, None].expand_as(order).gather(4, order)
-        before = held.cumsum(-1) - held  # rows of better patterns
+        counts = self.counts.visible[:, :, None].expand_as(order).gather(4, order)
+        before = counts.cumsum(-1) - counts  # rows of better patterns
         count = valid.sum(-1)  # [B]
         most = count * (self._shares(count)[0] if self.collide is None else self.collide)  # [B] float64
         tier = torch.zeros_like(before)
@@ -176,8 +176,10 @@ class ParisKV(Selector):
         """(share of candidates, most rows that it is of) for every length of up to `rows`."""
         if self.candidates is not None:
             return [(self.candidates, rows)]
-        starts = (0, *(one[0] for one in SHARES[:-1]))
-        return [(one[2], min(one[0] - 1, rows)) for start, one in zip(starts, SHARES, strict=True) if start <= rows]
+        starts = (0, *(share[0] for share in SHARES[:-1]))
+        return [
+            (share[2], min(share[0] - 1, rows)) for start, share in zip(starts, SHARES, strict=True) if start <= rows
+        ]
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         batch, heads, members, size = query.shape

@@ -151,8 +151,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, kind = rows.keys[0], half(rows.keys)
-        found = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
-        return found | {name: found[name].to(kind) for name in ("back", "centroids")}
+        tensors = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
+        return tensors | {name: tensors[name].to(kind) for name in ("back", "centroids")}
 
     def _prompts(self, rows: Rows) -> dict[str, Tensor]:
         """Return what the prompt's own keys and queries say, see `codes_of`."""
@@ -167,8 +167,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
                 queries, at = rows.queries[0].float(), rows.query_positions[0]
         weights = None
         if queries is not None and self.reach:
-            asked = queries / self.temperature(keys.shape[2])
-            weights = reached(asked, at, sample, places).pow(self.reach)
+            scaled = queries / self.temperature(keys.shape[2])
+            weights = reached(scaled, at, sample, places).pow(self.reach)
         rope, first = self.layer_context.rope, int(rows.positions[0].max()) + 1
         if self.ahead and rope is not None:
             sample = half_moved_ahead(sample, places, first, self.ahead, rope, stream(self.seed, "keys ahead"))

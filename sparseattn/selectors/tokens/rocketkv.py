@@ -104,9 +104,9 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         """
         check_least(tokens=(tokens, 1), budget=(budget, 1), answer=(answer, 0))
         whole = max(tokens / budget, 1.0)
-        held = max(int(tokens / whole ** min(0.2 + 0.06 * math.log2(whole), 0.8)), min(2 * answer, tokens))
-        ratio = max(held / budget, 1.0)
-        made = cls(ratio, prompt=max(held - answer, paper_page(ratio)))
+        capacity = max(int(tokens / whole ** min(0.2 + 0.06 * math.log2(whole), 0.8)), min(2 * answer, tokens))
+        ratio = max(capacity / budget, 1.0)
+        made = cls(ratio, prompt=max(capacity - answer, paper_page(ratio)))
         return {"selector": made, "sink": 0, "window": 1, "seal": made.page_rows}
 
     def fix(self, rows: int, seal: int) -> None:
@@ -134,8 +134,8 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         real, most = rows.positions >= 0, self._most()
         worth = pooled_votes(rows, self.window, self.kernel, scale=self.layer_context.scale)
         worth = worth.masked_fill(~real[:, None], -torch.inf)
-        held = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(most, sorted=False).indices, True)
-        order = (~(held & real[:, None])).int().argsort(dim=-1, stable=True)
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(most, sorted=False).indices, True)
+        order = (~(kept & real[:, None])).int().argsort(dim=-1, stable=True)
         place = torch.arange(0, real.shape[1], self.page_rows, device=real.device)
         return order, place < real.sum(1, keepdim=True).clamp(max=most)
 
@@ -161,8 +161,8 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
         scan = Scan(pages, pages * channels * self.bytes_of(query))
         launch = products(query, pages, channels, scan.read)
         expected = "all tokens belong to the prompt" if self.prompt else ""
-        found = pages, -(-rows // self.page_rows)
-        return replace(self.ranked(query, scan, [launch], found, group=self.group, expected=expected), rows=rows)
+        counts = pages, -(-rows // self.page_rows)
+        return replace(self.ranked(query, scan, [launch], counts, group=self.group, expected=expected), rows=rows)
 
     def logits(self, query: Tensor) -> Tensor:
         """Return `[B,H,G,P]` float32: the approximate logit of the rows of each page for queries `[B,H,G,D]`; -inf

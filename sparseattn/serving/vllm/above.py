@@ -40,15 +40,15 @@ class Timed:
         return self.sparse <= GAIN * self.stock
 
 
-def lengths(near: int, longest: int) -> list[int]:
+def lengths(least: int, longest: int) -> list[int]:
     """Return the rows at which to time steps.
 
     Args:
-        near: rows that a sparse step reads whatever it chooses, with its budget; in shorter sequences it reads all.
+        least: rows that a sparse step reads whatever it chooses, with its budget; in shorter sequences it reads all.
         longest: of a sequence of the engine, 1 or more.
     """
-    found = [rows for rows in LENGTHS if near < rows <= longest]
-    return found or [min(longest, LENGTHS[-1])]
+    chosen = [rows for rows in LENGTHS if least < rows <= longest]
+    return chosen or [min(longest, LENGTHS[-1])]
 
 
 def pays_above(timed: Sequence[Timed], longest: int) -> int:
@@ -57,16 +57,16 @@ def pays_above(timed: Sequence[Timed], longest: int) -> int:
     `longest` where even the longest measured length does not pay, so that no sequence of the engine is sparse.
     """
     above = longest
-    for one in sorted(timed, key=lambda one: one.rows, reverse=True):
-        if not one.pays:
+    for trial in sorted(timed, key=lambda trial: trial.rows, reverse=True):
+        if not trial.pays:
             break
-        above = one.rows - 1
+        above = trial.rows - 1
     return above
 
 
 def said(timed: Sequence[Timed], above: int, longest: int) -> str:
     """Return a sentence of what was measured and what follows."""
-    each = "; ".join(f"{one.rows:,} rows {one.stock * 1e3:.2f} and {one.sparse * 1e3:.2f}" for one in timed)
+    each = "; ".join(f"{trial.rows:,} rows {trial.stock * 1e3:.2f} and {trial.sparse * 1e3:.2f}" for trial in timed)
     measured = f"a step's attention in milliseconds, stock and sparse: {each}"
     if above >= longest:
         return f"{measured}. No sequence of this engine gains, so that all stay dense"
@@ -84,15 +84,15 @@ def _file(what: Mapping[str, Any]) -> Path:
 def remembered(what: Mapping[str, Any]) -> list[Timed] | None:
     """Return the times of an earlier start of such an engine; None: there are none, or none that can be read."""
     try:
-        found = parse(_file(what).read_text())
-        _FIELDS.check(found, "times")
+        record = parse(_file(what).read_text())
+        _FIELDS.check(record, "times")
     except (OSError, ValueError):
         return None  # measured again, which takes seconds
-    return [Timed(int(one["rows"]), float(one["stock"]), float(one["sparse"])) for one in found["timed"]]
+    return [Timed(int(trial["rows"]), float(trial["stock"]), float(trial["sparse"])) for trial in record["timed"]]
 
 
 def remember(what: Mapping[str, Any], timed: Sequence[Timed]) -> None:
     """Keep times for the next start of such an engine."""
     path = _file(what)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps({"of": dict(what), "timed": [asdict(one) for one in timed]}, indent=1).encode())
+    write_atomic(path, json.dumps({"of": dict(what), "timed": [asdict(trial) for trial in timed]}, indent=1).encode())

@@ -134,7 +134,7 @@ def extra_args(runner: Any, count: int) -> list[dict[str, Any] | None] | None:
     if len(names) < count:
         return None
     sampling = (runner.requests[name].sampling_params for name in names[:count])
-    return [None if one is None else one.extra_args for one in sampling]
+    return [None if params is None else params.extra_args for params in sampling]
 
 
 def verified(vllm_config: Any) -> int:

@@ -39,13 +39,13 @@ def measured(builder: Any) -> Settings:
     what = _depends_on(builder, longest)
     timed, of = remembered(what), "measured at an earlier start"
     if timed is None:
-        near = (
+        least = (
             settings.sink
             + settings.window
             + builder.zones.unit
             + max(impl.pages * impl.page for impl in builder.sparse)
         )
-        timed, of = [_timed(builder, rows) for rows in lengths(near, longest)], "measured now"
+        timed, of = [_timed(builder, rows) for rows in lengths(least, longest)], "measured now"
         remember(what, timed)
     above = pays_above(timed, longest)
     say: Callable[..., None] = adapters.logger.warning if above >= longest else adapters.logger.info

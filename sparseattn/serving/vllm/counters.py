@@ -68,8 +68,8 @@ def stats() -> Activity:
     """
     if FOLDER not in os.environ:
         return Activity()
-    held = [path.read_bytes() for path in Path(os.environ[FOLDER]).glob("*.counts")]
-    return added(_counted(counts) for counts in held if len(counts) == LAYERS * LAYER.size)  # else it is being made
+    files = [path.read_bytes() for path in Path(os.environ[FOLDER]).glob("*.counts")]
+    return added(_counted(counts) for counts in files if len(counts) == LAYERS * LAYER.size)  # else it is being made
 
 
 def _counted(counts: bytes) -> Activity:

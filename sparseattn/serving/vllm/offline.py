@@ -51,14 +51,14 @@ def check_offline() -> str:
     Raises:
         ValueError: there is none here, or it is of another series or for CUDA.
     """
-    found = engine()
-    if not found.cpu:
+    running = engine()
+    if not running.cpu:
         raise ValueError(
             "--engine vllm switches methods in a running engine, which the CUDA backend cannot: start a server for "
             "each method (sparseattn serve) and ask them with --endpoint"
         )
     check_plugin()
-    return found.version
+    return running.version
 
 
 class Offline:
@@ -82,7 +82,7 @@ class Offline:
         os.environ.update(children.environment({}))  # vLLM asks Pythons of its own what a model can do
         from vllm import LLM
 
-        told: dict[str, Any] = {} if first is None else {KEY: first.to_dict()}
+        additional: dict[str, Any] = {} if first is None else {KEY: first.to_dict()}
         self.version, self.concurrency = version, concurrency
         self._stock = first is None
         self._llm = LLM(
@@ -93,7 +93,7 @@ class Offline:
             kv_cache_memory_bytes=cache_bytes,
             enforce_eager=True,
             enable_prefix_caching=False,
-            additional_config=told,
+            additional_config=additional,
         )
         self.positions = int(self._llm.model_config.max_model_len)
 
@@ -123,7 +123,7 @@ class Offline:
 
         check(settings)
 
-    def answers(self, asked: Iterable[tuple[Any, OfflinePrompt]]) -> Iterator[tuple[Any, Answered]]:
+    def answers(self, prompts: Iterable[tuple[Any, OfflinePrompt]]) -> Iterator[tuple[Any, Answered]]:
         """Prompts, each with a name of any kind, as answers by these names, as soon as each is there.
 
         Prompts are taken as there is room for them; those under way when the iteration is closed are given up.
@@ -131,12 +131,12 @@ class Offline:
         llm = self._llm.llm_engine
         from vllm import SamplingParams
 
-        coming, number = iter(asked), 0
+        coming, number = iter(prompts), 0
         under_way: dict[str, list[Any]] = {}  # name, prompt, when it began, seconds to the first token
         try:
             while True:
-                while len(under_way) < self.concurrency and (one := next(coming, None)) is not None:
-                    name, prompt = one
+                while len(under_way) < self.concurrency and (tagged := next(coming, None)) is not None:
+                    name, prompt = tagged
                     options = SamplingParams(temperature=0, max_tokens=prompt.limit)
                     llm.add_request(f"sparseattn-{number}", {"prompt_token_ids": prompt.ids}, options)
                     under_way[f"sparseattn-{number}"] = [name, prompt, time.perf_counter(), None]

@@ -24,10 +24,10 @@ class Store:
         self, selector: PageSelector, places: int, heads: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.selector = selector
-        one = selector.entries(torch.zeros(1, heads, selector.unit, size, dtype=dtype, device=device))
+        entry = selector.entries(torch.zeros(1, heads, selector.unit, size, dtype=dtype, device=device))
         self.entries = {
             name: torch.zeros(heads, places, *part.shape[3:], dtype=part.dtype, device=device).transpose(0, 1)
-            for name, part in one.items()  # a head's lie one after the other: who scores them reads head by head
+            for name, part in entry.items()  # a head's lie one after the other: who scores them reads head by head
         }
 
     @property
@@ -55,5 +55,5 @@ def entry_bytes(selector: Selector, heads: int, size: int, dtype: torch.dtype) -
     """Bytes of one entry of all heads; 0 for a method without any."""
     if not isinstance(selector, PageSelector):
         return 0
-    one = selector.entries(torch.zeros(1, heads, selector.unit, size, dtype=dtype))
-    return sum(math.prod(part.shape[3:]) * heads * part.element_size() for part in one.values())
+    entry = selector.entries(torch.zeros(1, heads, selector.unit, size, dtype=dtype))
+    return sum(math.prod(part.shape[3:]) * heads * part.element_size() for part in entry.values())

@@ -93,12 +93,12 @@ class RequestCounts:
             file.truncate(SLOTS * SLOT.size)
             self._held: Any = np.frombuffer(mmap.mmap(file.fileno(), SLOTS * SLOT.size), np.int64).reshape(SLOTS, 4)
 
-    def add(self, ticket: int, tokens: int, read: int, held: int) -> None:
+    def add(self, ticket: int, tokens: int, read: int, stored: int) -> None:
         """Add what a step of a request read, over all layers."""
         own = self._held[ticket % SLOTS]
         if own[0] != ticket:
             own[:] = ticket, 0, 0, 0
-        own[1:] += tokens, read, held
+        own[1:] += tokens, read, stored
 
 
 def of_process() -> RequestCounts:
@@ -117,11 +117,11 @@ def said(ticket: int) -> dict[str, int]:
 
     Processes that share layers (tensor parallelism) count the same, each for its heads: one of them says it.
     """
-    found = (0, 0, 0)
+    counts = (0, 0, 0)
     for path in Path(os.environ.get(counters.FOLDER, os.devnull)).glob("*.requests"):
         with path.open("rb") as file:
             file.seek(ticket % SLOTS * SLOT.size)
             numbers = file.read(SLOT.size)
         if len(numbers) == SLOT.size and (own := SLOT.unpack(numbers))[0] == ticket:
-            found = max(found, own[1:])
-    return dict(zip(("sparse_tokens", "rows_read", "rows_held"), found, strict=True))
+            counts = max(counts, own[1:])
+    return dict(zip(("sparse_tokens", "rows_read", "rows_held"), counts, strict=True))

@@ -110,11 +110,11 @@ class TestedLayer:
             for row in at.tolist():
                 if always is not None and len(named) in sparse:
                     r = sparse[len(named)]
-                    found = self.rows.rows_at(request, always[r], row + 1, self.rows.zones.page)
+                    beside = self.rows.rows_at(request, always[r], row + 1, self.rows.zones.page)
                     if chosen is not None:
                         more = self.rows.rows_at(request, chosen[r], row + 1, self.impl.page)
-                        found = torch.cat([found.repeat_interleave(len(more) // heads, 0), more], 1)
-                    named.append(found)
+                        beside = torch.cat([beside.repeat_interleave(len(more) // heads, 0), more], 1)
+                    named.append(beside)
                 else:
                     named.append(torch.arange(row + 1).expand(heads, -1))
         return named
@@ -145,9 +145,9 @@ class RankedIndex:
         self.store.update(places, keys)
 
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
-        found = self.store.scores(query, table)
-        ranks = found.argsort(dim=-1, stable=True).argsort(-1).float()
-        self.last = ranks.masked_fill(found.isneginf(), -torch.inf)
+        scores = self.store.scores(query, table)
+        ranks = scores.argsort(dim=-1, stable=True).argsort(-1).float()
+        self.last = ranks.masked_fill(scores.isneginf(), -torch.inf)
         return self.last
 
     def best(self, query: Tensor, table: Tensor, count: int) -> Tensor:

@@ -81,9 +81,9 @@ class TestRows:
         """Return rows for a layer, by the settings of its engine with a small sink and window."""
         unit, given = layer.impl.unit, builder.settings
         sink, window = min(given.sink, unit), min(given.window, unit)
-        near = -(-sink // unit) * unit + window
-        settings = replace(given, sink=sink, window=window, above=max(near, 2 * SHORT))
-        return cls(builder, layer, settings, [near + 6 * unit + 5, SHORT, 2, near + 4 * unit + SHORT])
+        always_read = -(-sink // unit) * unit + window
+        settings = replace(given, sink=sink, window=window, above=max(always_read, 2 * SHORT))
+        return cls(builder, layer, settings, [always_read + 6 * unit + 5, SHORT, 2, always_read + 4 * unit + SHORT])
 
     def step(self, number: int, mixed: bool) -> TestStep:
         """Return the `number`-th step, of the long sequences alone or `mixed` with the others. Its rows are written."""

@@ -130,18 +130,18 @@ class ServedModel:
         dropped = {VARIABLE, FOLDER}  # of these FOLDER is of counters, and the server counts anew
         if self.cache_bytes is not None:
             dropped.add(SPACE)
-        found = {name: value for name, value in around.items() if name not in dropped}
+        kept = {name: value for name, value in around.items() if name not in dropped}
         if (key := key_apart(self.more)[0]) is not None:
-            found[SECRET] = key
-        return children.environment(found)
+            kept[SECRET] = key
+        return children.environment(kept)
 
     def check_address(self) -> None:
         """ValueError where nothing can listen at `host` and `port`, before a model is loaded for it."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                one.bind((self.host, self.port))
+                probe.bind((self.host, self.port))
             except (OSError, OverflowError) as error:
                 why = getattr(error, "strerror", None) or error
                 raise ValueError(f"nothing can listen at --host {self.host} --port {self.port}: {why}") from error
@@ -155,17 +155,17 @@ def key_apart(more: Sequence[str]) -> tuple[str | None, list[str]]:
     """
     keys: list[str] = []
     rest: list[str] = []
-    asked = follows = False
+    given = follows = False
     for word in more:
         name, equals, value = word.partition("=")
         if word.startswith("-"):  # vLLM takes the beginning of a name for it, and --api-s... is another's
             follows = len(name) > len("--api-") and SECRET_BY.startswith(name.replace("_", "-"))
-            asked |= follows
+            given |= follows
         if not follows:
             rest.append(word)
         elif equals or not word.startswith("-"):
             keys.append(value if word.startswith("-") else word)
-    if asked and (len(keys) != 1 or not keys[0]):
+    if given and (len(keys) != 1 or not keys[0]):
         raise ValueError(
             f"{SECRET_BY} has one key, got {len(keys)}: better set {SECRET} in the environment, as other users of this "
             f"machine can read command lines"
@@ -203,10 +203,10 @@ def positions(source: str) -> int | None:
     """Return how many tokens of a sequence a model has positions for; None of one on the hub, or that does not say."""
     try:
         config = json.loads((Path(source) / "config.json").read_text())
-        found = config.get("text_config", config).get("max_position_embeddings")
+        most = config.get("text_config", config).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError):
         return None
-    return found if type(found) is int else None
+    return most if type(most) is int else None
 
 
 def has_chat_template(source: str, more: Sequence[str]) -> bool | None:

@@ -227,7 +227,7 @@ def _layers(given: Any) -> dict[str, Any]:
     """Return the layers of a plan, checked; ValueError naming the layer."""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f'"{KEY}": layers are an object of numbers of layers -> roles, got {given!r}')
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     for layer, role in given.items():
         where = f'"{KEY}", layer {layer}'
         if not (isinstance(layer, str) and layer.isdecimal()):
@@ -242,19 +242,19 @@ def _layers(given: Any) -> dict[str, Any]:
         if isinstance(role, Mapping):
             method, budget = role.get("method"), role.get("budget")
         try:
-            one = Role(method, budget)
-            if one.method not in (DENSE, WINDOW):
+            layer_role = Role(method, budget)
+            if layer_role.method not in (DENSE, WINDOW):
                 if type(budget) is not int:
                     raise ValueError(f"in vLLM a budget is rows, got {budget!r} for {method}")
-                _check_budget(one.method, budget)
+                _check_budget(layer_role.method, budget)
             elif budget is not None:
                 raise ValueError("in vLLM a window has no budget: all layers have the window of the settings")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        found[layer] = one.record()
-    if all(role == DENSE for role in found.values()):
+        records[layer] = layer_role.record()
+    if all(role == DENSE for role in records.values()):
         raise ValueError(f'"{KEY}": every layer is dense, so that nothing would be sparse')
-    return found
+    return records
 
 
 def _check_budget(text: str, budget: int) -> None:

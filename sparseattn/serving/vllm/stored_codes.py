@@ -62,8 +62,8 @@ class StoredCodes(PageSelector):
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
         if not self.method.known.rows:
             self.method.check_shape(keys.shape[1], None, keys.shape[3])
-            one = keys[:1, :, :1]
-            self.method.learn(Rows(one, one, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
+            row = keys[:1, :, :1]
+            self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
         codes = self.method.encode(keys)  # [B,H,n,M]
         return {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
 
@@ -77,13 +77,13 @@ class StoredCodes(PageSelector):
     def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
         if self.group != "softmax" or self.page > 1:
             return super().best_at(query, store, table, count)
-        held = self._held(gather(store["codes"], table), table >= 0)
+        keys = self._held(gather(store["codes"], table), table >= 0)
         every, method = len(query), self.method
         back, centroids = (
             part.visible.expand(every, *part.visible.shape[1:]) for part in (method.back, method.centroids)
         )
         tables = Tables(query, back, centroids, method.temperature(query.shape[3]))
-        start, length = product_codes.best(tables, held, count)
+        start, length = product_codes.best(tables, keys, count)
         return torch.where(length > 0, start, -1)
 
     def bytes_once(self, query: Tensor) -> int:
@@ -92,6 +92,6 @@ class StoredCodes(PageSelector):
     def _held(self, codes: Tensor, real: Tensor) -> ProductCodes:
         return ProductCodes(codes, self.method.bits, real.repeat_interleave(self.unit, 1))
 
-    def _scores(self, query: Tensor, held: ProductCodes) -> Tensor:
+    def _scores(self, query: Tensor, keys: ProductCodes) -> Tensor:
         tables = self.method.scaled_tables(query)
-        return vote(self.method.masses(product_codes.logits(tables, held)), self.group)
+        return vote(self.method.masses(product_codes.logits(tables, keys)), self.group)

@@ -44,23 +44,23 @@ def run(host: str, port: int, drain: float, command: list[str]) -> int:
             signal.signal(number, lambda *_: None)
     _control(PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves is then ours to wait for
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_ends_with_this)
-    asked, since, deadline = 0, 0.0, math.inf
+    stopped_by, since, deadline = 0, 0.0, math.inf
     while child.poll() is None:
-        select.select([wake], [], [], None if asked == 0 else max(deadline - time.monotonic(), 0))
-        told, now = _stops(wake), time.monotonic()
-        if told and not asked:
-            asked, since = told[0], now
+        select.select([wake], [], [], None if stopped_by == 0 else max(deadline - time.monotonic(), 0))
+        stops, now = _stops(wake), time.monotonic()
+        if stops and not stopped_by:
+            stopped_by, since = stops[0], now
             if _listens(host, port):
                 child.send_signal(signal.SIGTERM)
                 deadline = now + drain + TEARDOWN
             else:
                 _signal(child.pid, signal.SIGTERM)
                 deadline = now + LINGER
-        elif now >= deadline or (told and now >= since + AGAIN):
+        elif now >= deadline or (stops and now >= since + AGAIN):
             _kill(child.pid)
             child.wait()
     _clear(child.pid)
-    return child.returncode if child.returncode >= 0 else 128 + (asked or -child.returncode)
+    return child.returncode if child.returncode >= 0 else 128 + (stopped_by or -child.returncode)
 
 
 def _stops(wake: int) -> list[int]:
