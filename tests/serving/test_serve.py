@@ -283,7 +283,8 @@ def test_a_server_runs_nothing_of_the_current_folder_but_the_module_that_is_name
     done = subprocess.run(
         command, env={**environment, "PYTHONPATH": os.pathsep.join(roots)}, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert "the server ended without being told to" in done.stderr
+    assert done.returncode == 1, "vLLM's own status is 0, where its engine dies too"
     assert not (here / "ran").exists(), (here / "ran").read_text()
     assert done.stdout.split() == ["Mine", "False"]
 

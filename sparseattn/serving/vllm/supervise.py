@@ -32,6 +32,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run(host: str, port: int, drain: float, command: list[str]) -> int:
     """Run `command` to its end, or until told to stop: its exit status, 128 and the signal's number for a signal.
 
+    A server that ends untold has failed. vLLM's says 0 when its engine dies, and what starts servers again on failure
+    would not; so that status is 1 here.
+
     A first signal of `STOPS` lets requests under way end within `drain` seconds. A second one ends everything at once.
     While the server starts, and so does not listen yet, the first one already stops all of its processes.
     """
@@ -60,6 +63,9 @@ def run(host: str, port: int, drain: float, command: list[str]) -> int:
             _kill(child.pid)
             child.wait()
     _clear(child.pid)
+    if child.returncode == 0 and not stopped_by and "--help" not in command:
+        print("sparseattn: the server ended without being told to; its log says why", file=sys.stderr)
+        return 1
     return child.returncode if child.returncode >= 0 else 128 + (stopped_by or -child.returncode)
 
 
