@@ -16,7 +16,7 @@ from sparseattn.models.attention_routing import Call, beyond_softmax
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe
 from sparseattn.models.exclusive import quiet
-from sparseattn.models.native_index import Kept, NativeIndex, native_index
+from sparseattn.models.native_index import CachedIndex, NativeIndex, native_index
 from sparseattn.models.transformers_classes import DynamicCache
 
 TOKENS = 4  # of the passes that look at a model
@@ -80,7 +80,7 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
     sharing = {index: [other for other in keys if keys[other] == keys[index]] for index in keys}
     described = {}
     for i, call in calls.items():
-        kept = Kept(cache, i, cached[i].key, folded=i in masked)
+        kept = CachedIndex(cache, i, cached[i].key, folded=i in masked)
         index = native_index(call.module, call.options, kept)
         beyond = _beyond(call, sharing[i], index, i in masked)
         described[i] = _described(call, ropes.get(i), beyond, index)

@@ -36,7 +36,7 @@ class NativeIndex:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class CachedIndex:
     """What became of a layer in a pass with a cache, which tells releases of transformers apart.
 
     Args:
@@ -71,7 +71,7 @@ class Kept:
 INDEX_KEYS = ("update_indexer", "update_index")  # of transformers' cache layers
 
 
-def native_index(module: nn.Module, options: Mapping[str, Any], kept: Kept) -> NativeIndex | None:
+def native_index(module: nn.Module, options: Mapping[str, Any], kept: CachedIndex) -> NativeIndex | None:
     """Return the index of a layer's attention, by a call of it; None where it has none."""
     if not has_index(module, options):
         return None

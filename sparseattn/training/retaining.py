@@ -61,7 +61,7 @@ class RetainingRecipe:
             raise TrainingError(f"a rate is above 0 and finite, got {self.rate}")
 
 
-class Examples(NamedTuple):
+class RetainingExamples(NamedTuple):
     """Tokens of a prompt: queries `[H,G,n,D]` and keys `[H,n,D]` before RoPE, values `[H,n,D]`, labels `[H,n]`."""
 
     queries: Tensor
@@ -117,7 +117,7 @@ def train_retaining(
     return written_by_layer(METHOD, prompts, recipe, out, learn, "loss", roped=False)
 
 
-def _examples(prompts: Prompts, prompt: TracedPrompt, index: int, recipe: RetainingRecipe) -> Examples:
+def _examples(prompts: Prompts, prompt: TracedPrompt, index: int, recipe: RetainingRecipe) -> RetainingExamples:
     """Return the tokens of a prompt that have a query and lie before its answer."""
     prompt.trace.verify(index, ("query", "keys", "values"))
     layer, rope, at = prompt.trace.layer(index), prompts.ropes[index], prompt.trace.positions
@@ -132,7 +132,7 @@ def _examples(prompts: Prompts, prompt: TracedPrompt, index: int, recipe: Retain
     keys = layer.keys[:, first:last].float()
     labels = (answers.flatten(1, 2) @ keys.mT).amax(1) * layer.scale
     mine = slice(0, queries - recipe.answer)
-    return Examples(
+    return RetainingExamples(
         rope.unrotate(layer.query[:, :, mine].float(), at[first:last]),
         rope.unrotate(keys, at[first:last]),
         layer.values[:, first:last].float(),
@@ -141,7 +141,7 @@ def _examples(prompts: Prompts, prompt: TracedPrompt, index: int, recipe: Retain
 
 
 def _fitted(
-    prompts: Sequence[Examples], recipe: RetainingRecipe, index: int, device: torch.device
+    prompts: Sequence[RetainingExamples], recipe: RetainingRecipe, index: int, device: torch.device
 ) -> tuple[dict[str, Tensor], float]:
     """Return the trained weights of a layer, and the mean loss of the last tenth of the steps."""
     heads, group, _, size = prompts[0].queries.shape
@@ -168,7 +168,9 @@ def _fitted(
     return {name: part.detach() for name, part in weights.items()}, sum(last) / len(last)
 
 
-def _loss(weights: dict[str, Tensor], prompt: Examples, seed: Sequence[int | str], device: torch.device) -> Tensor:
+def _loss(
+    weights: dict[str, Tensor], prompt: RetainingExamples, seed: Sequence[int | str], device: torch.device
+) -> Tensor:
     """Return the loss of consecutive tokens of a prompt, which the seed draws."""
     count = prompt.labels.shape[1]
     begin = int(torch.randint(max(count - TOKENS, 0) + 1, (), generator=stream(*seed)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseattn.models.errors import ModelError
 from sparseattn.models.native_choice import choice_of
-from sparseattn.models.native_index import Kept, native_index
+from sparseattn.models.native_index import CachedIndex, native_index
 from sparseattn.models.sparse_cache import SparseCache
 from tests.models.tiny import generate, plain, same
 from tests.models.tiny_native import FOLLOWED, GLM5_NEXT, IDS, followed, inputs, native
@@ -29,7 +29,7 @@ def test_what_a_release_keeps_otherwise() -> None:
     """By a layer of DeepSeek-V3.2, and what caches of older releases would hold of it."""
     module = native("deepseek_v32").model.layers[0].self_attn
     keys, latents, passed = torch.zeros(1, 4, 4, 40), torch.zeros(1, 1, 4, 32), {"indices": torch.zeros(1, 4, 4).int()}
-    today = Kept(cache_like(latents, "update_indexer"), 0, keys, folded=False)
+    today = CachedIndex(cache_like(latents, "update_indexer"), 0, keys, folded=False)
     assert native_index(torch.nn.Identity(), {}, today) is None
     index = native_index(module, passed, today)
     assert index is not None

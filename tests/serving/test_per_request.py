@@ -153,16 +153,16 @@ def test_only_rightful_arguments_are_followed() -> None:
     """Those of a server without the middleware come unchecked."""
     given: list[Any] = [None, {per_request.BUDGET: 64}, {per_request.BUDGET: 8}, {per_request.BUDGET: "64"}]
     given += [{per_request.DENSE: 1, per_request.TICKET: 7}, {per_request.DENSE: 2, per_request.TICKET: -1}]
-    asked = per_request.asked(given, 32, True)
+    asked = per_request.request_choices(given, 32, True)
     assert asked is not None
     np.testing.assert_array_equal(asked.budgets, [-1, 64, -1, -1, -1, -1])
     np.testing.assert_array_equal(asked.dense, [False, False, False, False, True, False])
     np.testing.assert_array_equal(asked.tickets, [0, 0, 0, 0, 7, 0])
-    fixed = per_request.asked(given, 32, False)
+    fixed = per_request.request_choices(given, 32, False)
     assert fixed is not None
     assert not fixed.dense.any()
     assert (fixed.budgets == -1).all()
-    assert per_request.asked([None, {}], 32, True) is None
+    assert per_request.request_choices([None, {}], 32, True) is None
 
 
 def test_a_later_request_takes_a_place_and_the_earlier_ones_count_is_gone() -> None:

@@ -33,7 +33,7 @@ class Served:
 
     def __init__(self, servers: Sequence[Server], tokens: Tokens, chat: bool, concurrency: int) -> None:
         self.servers = servers
-        self.passes = [Asked(server, tokens, chat, concurrency) for server in servers]
+        self.passes = [ServerPass(server, tokens, chat, concurrency) for server in servers]
         self.positions = min((server.positions for server in servers if server.positions is not None), default=None)
 
     def check(self, tokens: int, what: str, remedy: str = "") -> None:
@@ -45,7 +45,7 @@ class Served:
                 )
 
 
-class Asked:
+class ServerPass:
     """One server, as what is compared and as the pass that asks it."""
 
     written = where = None

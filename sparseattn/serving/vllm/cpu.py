@@ -45,7 +45,7 @@ from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
 from sparseattn.serving.vllm.page_tables import PageZones, near_page
-from sparseattn.serving.vllm.per_request import Asked, asked
+from sparseattn.serving.vllm.per_request import RequestChoices, request_choices
 from sparseattn.serving.vllm.served_requests import ServedRequests
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, UNFIT, plan_layers
@@ -241,7 +241,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
         within = adapters.prefilling(common, len(rows))
         prompts = None if within is None else within.numpy()
-        asks = self._asked(len(rows))
+        asks = self._request_choices(len(rows))
         dense = None if asks is None else asks.dense
         ours = sparse_tokens(starts, rows, prompts, settings.above, adapters.verified(self.vllm_config), dense)
         if ours is None:
@@ -274,7 +274,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             self._tell(asks.tickets[ours.requests], served)
         return served
 
-    def _asked(self, count: int) -> Asked | None:
+    def _request_choices(self, count: int) -> RequestChoices | None:
         """Return what the requests of a step ask; None: nothing."""
         if self.runner is None or self.settings is None:
             return None
@@ -284,7 +284,9 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
                 return None
             self.runner = weakref.ref(runner)
         arguments = adapters.extra_args(runner, count)
-        return None if arguments is None else asked(arguments, self.settings.shape[0], self.settings.per_request)
+        return (
+            None if arguments is None else request_choices(arguments, self.settings.shape[0], self.settings.per_request)
+        )
 
     def _tell(self, tickets: Any, served: ServedRequests) -> None:
         """Count a step for those who asked with a ticket."""

@@ -29,7 +29,7 @@ SLOT = struct.Struct("=4q")  # ticket, tokens, rows read, rows held
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class RequestChoices:
     """What the requests of a step ask.
 
     Args:
@@ -66,7 +66,7 @@ def checked(given: Any, page: int, allowed: bool) -> dict[str, int]:
     return {BUDGET: given["budget"]} if "budget" in given else {}
 
 
-def asked(arguments: Sequence[Mapping[str, Any] | None], page: int, allowed: bool) -> Asked | None:
+def request_choices(arguments: Sequence[Mapping[str, Any] | None], page: int, allowed: bool) -> RequestChoices | None:
     """Return what requests ask by their `extra_args`; None where none asks anything.
 
     What is no whole number, or below a page, is not followed: the middleware has refused it where there is one.
@@ -81,7 +81,7 @@ def asked(arguments: Sequence[Mapping[str, Any] | None], page: int, allowed: boo
         dense.append(allowed and own.get(DENSE) == 1)
         ticket = own.get(TICKET, 0)
         tickets.append(ticket if type(ticket) is int and 0 <= ticket < 1 << 62 else 0)
-    return Asked(np.array(budgets, np.int64), np.array(dense, np.bool_), np.array(tickets, np.int64))
+    return RequestChoices(np.array(budgets, np.int64), np.array(dense, np.bool_), np.array(tickets, np.int64))
 
 
 class RequestCounts:

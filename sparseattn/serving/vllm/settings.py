@@ -19,8 +19,8 @@ from sparseattn.selectors.registry import make_selector
 from sparseattn.selectors.tokens.querypq import QueryPQ
 from sparseattn.serving.vllm import defaults
 from sparseattn.serving.vllm.above import AUTO
+from sparseattn.serving.vllm.block_codes import BlockCodes
 from sparseattn.serving.vllm.defaults import REFUSE, STOCK
-from sparseattn.serving.vllm.stored_codes import StoredCodes
 from sparseattn.utils import json_text
 from sparseattn.utils.json_fields import Either, Flag, Number, Object, Text
 from sparseattn.utils.suggest import did_you_mean
@@ -165,7 +165,7 @@ def servable(text: str) -> PageSelector | Window:
     if isinstance(made, Window):
         return made
     if isinstance(made, QueryPQ):
-        made = StoredCodes(made)
+        made = BlockCodes(made)
         if why := made.why_not_shared():  # before what it would learn otherwise
             raise ValueError(f"{text!r} cannot be served: {why}")
     if not isinstance(made, PageSelector):

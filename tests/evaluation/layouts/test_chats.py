@@ -11,7 +11,7 @@ import pytest
 
 from sparseattn.evaluation.tasks.base import Chat, Example
 from sparseattn.evaluation.tasks.prompt import Prompt
-from sparseattn.evaluation.tasks.served import Asked
+from sparseattn.evaluation.tasks.served import ServerPass
 from sparseattn.evaluation.tasks.tokens import Tokens
 from tests.evaluation.layouts.lines import LONGBENCH, LONGBENCH_TEMPLATES, MRCR, TURNS, read, write
 
@@ -78,7 +78,7 @@ def test_a_server_is_sent_the_turns(tmp_path: Path) -> None:
 
     (mrcr,) = read(write(tmp_path / "m.jsonl", MRCR), chat=True).examples
     tokens = Tokens(Letters(), True)
-    asked = Asked(Server(), tokens, chat=True, concurrency=1)  # type: ignore[arg-type]
+    asked = ServerPass(Server(), tokens, chat=True, concurrency=1)  # type: ignore[arg-type]
     question = asked._question(Prompt.of(mrcr, tokens))
     assert [*question.before, ("user", question.prompt)] == [(turn["role"], turn["content"]) for turn in TURNS]
     assert question.begun == ""

@@ -22,7 +22,7 @@ from sparseattn.selectors.tokens.querypq import QueryPQ
 UNIT = 32  # rows of an entry, whose codes lie beside each other
 
 
-class StoredCodes(PageSelector):
+class BlockCodes(PageSelector):
     """Reads the rows that `querypq` does, by codes in the order of an engine's blocks.
 
     RoPE of the file is taken for the model's: an engine does not say which it applies. KV heads and their size are
