@@ -1,9 +1,10 @@
 """What of vLLM works beside the plug-in, and what is refused: each feature in an engine of its own.
 
 ``.venv-vllm/bin/python -m benchmarks.vllm_features --out FILE`` from the repository root. ``--only NAME`` (repeatable)
-runs some, and keeps what the file has of the others. A feature that is served is asked the same prompts as stock vLLM with that feature, at full budget, where
-answers must be equal, and at a small one, where steps must be sparse. A feature that is refused leaves its sentence.
-Every engine runs in a process of its own, which cannot take the others down.
+runs some, and keeps what the file has of the others. A feature that is served is asked the same prompts as stock vLLM
+with that feature, at full budget, where answers must be equal, and at a small one, where steps must be sparse. A
+feature that is refused leaves its sentence. Every engine runs in a process of its own, which cannot take the others
+down.
 """
 
 from __future__ import annotations
