@@ -145,7 +145,7 @@ def _write_adapter(folder: Path, config: Any) -> None:
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFT = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 2}
-CONNECTOR = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 DEALT = {"decode_context_parallel_size": 2}
 EVEN = "gemma3-270m"  # whose heads two processes can share: SmolLM2 has nine
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
