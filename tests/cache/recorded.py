@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseattn import A2ATS, Hata
+from sparseattn import A2ATS, Indexer, Selector
 from sparseattn.kernels import implementations
+from sparseattn.selectors.tokens.sign_base import SignCodes
 
 aten = torch.ops.aten
 WAITS = {  # the host reads a number, or the size of the result is one
@@ -141,18 +142,22 @@ def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_ties(patch: pytest.MonkeyPatch) -> None:
-    """Part hata's scores by fractions on its tables, the same at every step, and a2ats's by fractions of rows. Those
-    are whole numbers, these one centroid's, and it is left open which of the rows with equal ones is read: torch finds
-    them in an order that depends on how long the storage is."""
-    tables, parts = Hata.tables, torch.rand(512, 16, generator=torch.Generator().manual_seed(0)) / 1000
-    logits = A2ATS.logits
+    """Part scores of sign codes by fractions on their tables, the same at every step, and the indexer's and a2ats's by
+    fractions of rows. The first are whole numbers, the others those of few codes, and it is left open which of the rows
+    with equal ones is read: torch finds them in an order that depends on how long the storage is."""
+    tables, parts = SignCodes.tables, torch.rand(512, 16, generator=torch.Generator().manual_seed(0)) / 1000
 
-    def parted(selector: Hata, query: Tensor) -> Tensor:
+    def parted(selector: SignCodes, query: Tensor) -> Tensor:
         found = tables(selector, query)
         return found + parts[: found.shape[-2]].to(found.device)
 
-    def parted_rows(selector: A2ATS, query: Tensor, valid: Tensor) -> Tensor:
-        return logits(selector, query, valid) + parts.flatten()[: valid.shape[1]].to(query.device)
+    patch.setattr(SignCodes, "tables", parted)
+    for kind in (A2ATS, Indexer):
+        patch.setattr(kind, "logits", _parted_by_row(kind.logits, parts.flatten()))
 
-    patch.setattr(Hata, "tables", parted)
-    patch.setattr(A2ATS, "logits", parted_rows)
+
+def _parted_by_row(logits: Callable[..., Tensor], parts: Tensor) -> Callable[..., Tensor]:
+    def parted(selector: Selector, query: Tensor, valid: Tensor) -> Tensor:
+        return logits(selector, query, valid) + parts[: valid.shape[1]].to(query.device)
+
+    return parted

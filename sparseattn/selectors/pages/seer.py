@@ -71,10 +71,6 @@ class Seer(FromCalibration):
                 weights = self.calibration().holds(self.layer)["queries"]
                 check_whole(self, "query heads a KV head", group, weights.shape[1], "the model has")
 
-    def _rope_on(self, device: torch.device) -> Rope:
-        rope = self._rope()
-        return replace(rope, inv_freq=rope.inv_freq.to(device))
-
     def _rope(self) -> Rope:
         if self.layer_context.rope is None:
             raise ValueError(

@@ -5,7 +5,6 @@ https://arxiv.org/abs/2502.12665
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch
 from sparseattn.kernels import codebooks
 from sparseattn.selectors.abilities import LearnsFromQueries
-from sparseattn.selectors.base import LayerContext, Rows, StepContext
+from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.window_codes import at_distance, before_rope, window_codes
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
@@ -60,7 +59,6 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
     """
 
     method, command = "a2ats", "train"
-    late = ("_held", "_turns")
     operators = 40
 
     def __init__(
@@ -82,7 +80,6 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         self.queries_share = share if artefact == PROMPT else 0.0
         self.factor = RowBuffer(2)  # [B,H,D,D] float32
         self.back = RowBuffer(2)  # [B,H,D,D] float32, its inverse
-        self._turns: Rope | None = None  # the layer's, on the device of the rows
         self.read_from(artefact, roped=False)
 
     @classmethod
@@ -90,25 +87,17 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         """Return the paper's setting with a trained file, as arguments of `KVCache`."""
         return {"selector": cls(artefact=artefact, group="each"), "sink": 8, "window": 64, "seal": 1}
 
-    def bind(self, context: LayerContext) -> None:
-        super().bind(context)
-        self._turns = None
-
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
-        self._rope_on(torch.device("cpu"))
+        self._rope()
         super().check_shape(heads, group, size)
 
-    def _rope_on(self, device: torch.device) -> Rope:
-        """Return the layer's RoPE, its frequencies on a device; ValueError where it is not known."""
-        if self._turns is None or self._turns.inv_freq.device != device:
-            rope = self.layer_context.rope
-            if rope is None:
-                raise ValueError(
-                    f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
-                    f"for_layer a LayerContext with it, or take a method that codes keys as they are, such as querypq"
-                )
-            self._turns = replace(rope, inv_freq=rope.inv_freq.to(device))
-        return self._turns
+    def _rope(self) -> Rope:
+        if self.layer_context.rope is None:
+            raise ValueError(
+                f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
+                f"for_layer a LayerContext with it, or take a method that codes keys as they are, such as querypq"
+            )
+        return self.layer_context.rope
 
     @property
     def _named(self) -> int:

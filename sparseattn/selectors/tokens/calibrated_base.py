@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class FromCalibration(Ranked):
 
     method: str  # in a calibration
     command = "calibrate"  # that makes one
-    late: tuple[str, ...] = ("_held",)
+    late: tuple[str, ...] = ("_held", "_turns")
     artefact: str
     roped: bool
 
@@ -41,6 +42,7 @@ class FromCalibration(Ranked):
         """
         self.artefact, self.roped = artefact, roped
         self._held: Calibration | None = None
+        self._turns: Rope | None = None  # the layer's, on the device of the rows
         if artefact != PROMPT:
             self.calibration()
 
@@ -63,6 +65,7 @@ class FromCalibration(Ranked):
 
     def bind(self, context: LayerContext) -> None:
         super().bind(context)
+        self._turns = None
         if self.artefact != PROMPT:
             self.calibration().holds(context.layer)
 
@@ -78,6 +81,13 @@ class FromCalibration(Ranked):
     def _every(self, heads: int) -> int:
         """KV heads of the layer, of which it is shown `heads`."""
         return heads if self.layer_context.heads is None else self.layer_context.heads.of
+
+    def _rope_on(self, device: torch.device) -> Rope:
+        """Return `_rope` with its frequencies on a device, moved once: a step must not wait for a copy."""
+        if self._turns is None or self._turns.inv_freq.device != device:
+            rope = self._rope()
+            self._turns = replace(rope, inv_freq=rope.inv_freq.to(device))
+        return self._turns
 
     def _rope(self) -> Rope:
         """Return what takes RoPE back from keys; ValueError where it is not known."""
@@ -127,7 +137,7 @@ class Calibrated(FromCalibration):
         if self.artefact != PROMPT:
             return self.taken(self.filed(keys))
         if not self.roped:
-            keys = self._rope().unrotate(keys.float(), positions)
+            keys = self._rope_on(keys.device).unrotate(keys.float(), positions)
         queries: Tensor | None = None
         if METHODS[self.method].queries:
             if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
