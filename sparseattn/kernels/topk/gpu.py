@@ -33,6 +33,7 @@ def pick_best(
     page,
     BLOCK: tl.constexpr,  # scores of a program
     SLOTS: tl.constexpr,  # at least `count`
+    STEP: tl.constexpr,  # of `SLOTS` at once
 ):
     part, which = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = part * BLOCK + tl.arange(0, BLOCK)
@@ -58,21 +59,25 @@ def pick_best(
     out = (which * tl.num_programs(0) + part) * count
     name = place if names is None else tl.load(names + which * total + place, mask=inside, other=-1)
     tl.store(ids + out + slot, name if length is None else name * page, mask=chosen)
-    rest = tl.arange(0, SLOTS)
-    left = (rest >= wanted) & (rest < count)
-    tl.store(ids + out + rest, tl.full([SLOTS], -1 if length is None else 0, tl.int32), mask=left)
     if values is not None:
         tl.store(values + out + slot, score, mask=chosen)
-        tl.store(values + out + rest, tl.full([SLOTS], float("-inf"), tl.float32), mask=left)
     if length is not None:
         tl.store(length + out + slot, name * 0 + page, mask=chosen)
-        tl.store(length + out + rest, tl.zeros([SLOTS], tl.int32), mask=left)
+    for first in range(0, SLOTS, STEP):  # a part at a time: whole, what lies behind the best took registers to memory
+        rest = first + tl.arange(0, STEP)
+        left = (rest >= wanted) & (rest < count)
+        tl.store(ids + out + rest, tl.full([STEP], -1 if length is None else 0, tl.int32), mask=left)
+        if values is not None:
+            tl.store(values + out + rest, tl.full([STEP], float("-inf"), tl.float32), mask=left)
+        if length is not None:
+            tl.store(length + out + rest, tl.zeros([STEP], tl.int32), mask=left)
 
 
 def launch(total: int, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time constants and options of `pick_best`, for a launch and for compiling ahead alike."""
     block = min(HELD, max(128, triton.next_power_of_2(total)))
-    constants = {"BLOCK": block, "SLOTS": triton.next_power_of_2(count)}
+    slots = triton.next_power_of_2(count)
+    constants = {"BLOCK": block, "SLOTS": slots, "STEP": min(slots, 512)}
     return constants, {"num_warps": max(4, block // 512), "enable_fp_fusion": True}
 
 
