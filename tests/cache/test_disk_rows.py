@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import KVCache, Quest, Selection, decode
+from sparseattn.cache import disk_rows
 from sparseattn.cache.disk_rows import DiskRows
 from tests.cases import CASES, Case, attention, by_name
 
@@ -81,6 +84,54 @@ def test_the_pages_asked_for_are_those_of_the_chosen_rows(size: int, dtype: torc
     assert sorted(got) == got, "in the order of the file"
     assert set(got) == wanted
     assert len(got) == len(wanted), "each page once"
+
+
+def test_what_was_chosen_last_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, list[tuple[int, int]]]] = []
+    caches = {place: run(Case("quest", lambda: Quest(8), None), place, 50)[0] for place in (f"disk:{tmp_path}", "cpu")}
+    monkeypatch.setattr(disk_rows, "advise", lambda rows, ranges, what: asked.append((rows.data_ptr(), [*ranges])))
+    queries, keys, values = attention(B, H, G, N, D)
+    for place, cache in caches.items():
+        decode(queries[:, :, :, -1], cache, 40)
+        chosen = asked.copy()
+        cache.prefetch()
+        assert asked == 2 * chosen, "keys and values of the step"
+        assert bool(chosen) == place.startswith("disk:")
+        asked.clear()
+    cache = caches[f"disk:{tmp_path}"]
+    cache.append(*(torch.cat([rows] * 3, 2) for rows in (keys, values)))
+    cache.seal()  # the rows lie elsewhere now
+    asked.clear()
+    cache.prefetch()
+    assert not asked
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_no_rows_and_the_prompt_cache_that_it_decoded(tmp_path: Path) -> None:
+    """The saved file is whole while a process decodes behind it, and after it was killed."""
+    cache, _ = run(Case("quest", lambda: Quest(8), None), "cpu", 50)
+    cache.save(tmp_path / "prompt")
+    saved = (tmp_path / "prompt").read_bytes()
+    code = f"""
+import torch
+from sparseattn import KVCache, Quest, decode
+cache = KVCache(Quest(8), sink=4, window=8, seal=32, sealed_device="disk:{tmp_path}").load({str(tmp_path / "prompt")!r})
+while True:
+    cache.append(*torch.randn(2, {B}, {H}, 1, {D}))
+    decode(torch.randn({B}, {H}, {G}, {D}), cache, 40)
+    print("step", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(40):
+        assert process.stdout.readline() == "step\n"
+    process.kill()
+    process.communicate()
+    assert [path.name for path in tmp_path.iterdir()] == ["prompt"]
+    assert (tmp_path / "prompt").read_bytes() == saved
+    query = attention(B, H, G, N, D)[0][:, :, :, -1]
+    again = KVCache(Quest(8), sink=4, window=8, seal=32, sealed_device=f"disk:{tmp_path}").load(tmp_path / "prompt")
+    assert torch.equal(decode(query, again, 40), decode(query, cache, 40))
 
 
 def test_where_no_file_can_be_made_is_refused_at_once(tmp_path: Path) -> None:
