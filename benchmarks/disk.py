@@ -3,12 +3,12 @@
 Some layers of random rows are decoded in turn, as a model's are, with other work before each. Ways of each method: with
 all rows in host memory, and in a process whose memory is limited (a control group), with the rows in a mapped file:
 there as they come, and with all pages of the rows dropped from the system's cache of pages before each step, as where
-no step finds rows of the step before. Both with and without `KVCache.prefetch` ahead of the work before a layer, by
-turns. Last, attention over all rows within the same limit. Bytes are those that the system read from a disk
-for the process (`/proc/self/io`), beside those of the chosen rows. Linux, as root: for the group, and since pages are
-dropped by way of `/proc/self/map_files`.
+no step finds rows of the step before. Both with and without asking, ahead of the work before a layer, for the pages
+that its last step asked for, by turns. Last, attention over all rows within the same limit. Bytes are those that the
+system read from a disk for the process (`/proc/self/io`), beside those of the chosen rows. Linux, as root: for the
+group, and since pages are dropped by way of `/proc/self/map_files`.
 
-    python -m benchmarks.disk --rows 131072 --layers 8 --folder /tmp
+    python -m benchmarks.disk --rows 262144 --layers 8 --folder /tmp
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from torch import Tensor
 from benchmarks.memory_limit import group, most_used, run_within
 from benchmarks.records import add_options, end
 from sparseattn import KVCache, Selection, decode
+from sparseattn.cache.disk_rows import DiskRows
 from sparseattn.cost_model.environment import machine, versions
-from sparseattn.utils.memory_advice import advise
+from sparseattn.utils.memory_advice import WANTED, advise
 
 UNNEEDED = 4  # MADV_DONTNEED: a shared mapping's pages stay in the file
 METHODS = ("quest:page=16", "lowbit:bits=2,page=16")
@@ -49,14 +50,14 @@ WAYS = {
 def parser() -> argparse.ArgumentParser:
     """The options."""
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("--rows", type=int, default=131072, help="of each KV head")
+    out.add_argument("--rows", type=int, default=262144, help="of each KV head")
     out.add_argument("--layers", type=int, default=8)
     out.add_argument("--heads", type=int, default=8, help="KV heads")
     out.add_argument("--group", type=int, default=4, help="query heads of a KV head")
     out.add_argument("--size", type=int, default=128, help="of a head")
     out.add_argument("--budget", type=int, default=1024)
     out.add_argument("--work", type=float, default=2.0, help="milliseconds of matrix products before each layer")
-    out.add_argument("--steps", type=int, default=20, help="of each way")
+    out.add_argument("--steps", type=int, default=12, help="of each way")
     out.add_argument("--part", type=float, default=0.25, help="of the rows' bytes that the process may have as memory")
     out.add_argument("--folder", type=Path, default=Path("/tmp"), help="of the files")
     out.add_argument("--selector", action="append", help=f"default {', '.join(METHODS)}")
@@ -71,7 +72,7 @@ def filled(selector: str, place: str, options: argparse.Namespace) -> list[KVCac
     for layer in range(options.layers):
         draw = torch.Generator().manual_seed(7 + layer)
         cache = KVCache(selector, sealed_device=place, capacity=options.rows)
-        chunk, at = 8192, torch.zeros(1, options.heads, 1, options.size)
+        chunk, at = 4096, torch.zeros(1, options.heads, 1, options.size)
         for first in range(0, options.rows, chunk):
             count = min(chunk, options.rows - first)
             steps = torch.randn(1, options.heads, count, options.size, generator=draw) * 0.2
@@ -128,6 +129,7 @@ class Walk:
         self.shape = (1, options.heads, options.group, options.size)
         self.queries = [torch.randn(self.shape, generator=self.draw) for _ in caches]
         self.chosen: list[Tensor] = []  # of each layer in the last step
+        self.asked: list[list[tuple[Tensor, list[tuple[int, int]]]]] = [[] for _ in caches]  # storages, bytes of each
         self.matrix = torch.randn(256, 256)
 
     def step(self, prefetch: bool = False, dropped: bool = False, everything: bool = False) -> dict[str, float]:
@@ -141,7 +143,8 @@ class Walk:
             self.queries[layer] = query = 0.9 * self.queries[layer] + 0.45 * noise
             begun = time.perf_counter()
             if prefetch:
-                cache.prefetch()
+                for storage, ranges in self.asked[layer]:
+                    advise(storage, ranges, WANTED)
             taken += time.perf_counter() - begun
             end_of_work = time.perf_counter() + self.options.work / 1000
             while time.perf_counter() < end_of_work:
@@ -151,6 +154,12 @@ class Walk:
             taken += time.perf_counter() - begun
             assert cache.search.latest is not None
             rows += int(cache.search.latest.length.sum())
+            sealed = cache.stored.sealed
+            self.asked[layer] = [
+                (kept.full, kept._ranges(cache.search.latest))
+                for kept in (sealed.keys, sealed.values)
+                if isinstance(kept, DiskRows)
+            ]
             if not everything:
                 again.append(self._again(layer, cache.search.latest))
         return {
@@ -191,7 +200,7 @@ def on_disk(selector: str, options: argparse.Namespace) -> dict[str, Any]:
             prefetch = bool(number % 2)
             steps[prefetch].append(walk.step(prefetch, dropped))
         found[way], found[f"{way}_prefetched"] = summed(steps[False]), summed(steps[True])
-    found["everything"] = summed([walk.step(everything=True) for _ in range(2)])
+    found["everything"] = summed([walk.step(everything=True)])
     index = sum(size for cache in caches for name, size in cache.nbytes.items() if name not in ("kv", "books"))
     return {**found, "index_bytes": index}
 

@@ -36,7 +36,7 @@ from sparseattn.selectors.base import Selector
 from sparseattn.selectors.baselines.native import NATIVE, Native
 from sparseattn.selectors.registry import make_selector
 from sparseattn.training import train_index
-from sparseattn.training.index_run import METHODS, IndexRecipe
+from sparseattn.training.index_run import IndexRecipe
 
 LAYERS, HEADS, KV_HEADS, SIZE = 3, 4, 2, 32
 COMMON: dict[str, Any] = {
@@ -55,6 +55,7 @@ COMMON: dict[str, Any] = {
 }
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 ROWS = 32  # that an index chooses
+TRAINED = ("hata", "indexer")
 # Family -> its config, its model, and what is its own.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax_m3_vl": (
@@ -114,7 +115,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-UNTRAINED = ("exact", "lowbit:bits=1", "quest:page=8", "querypq")
+UNTRAINED = ("exact", "lowbit:bits=1,rows=16", "quest:page=8", "querypq")
 BUDGETS = (8, 16, ROWS, 64, 128)
 
 
@@ -168,8 +169,8 @@ def budgets(method: Selector) -> list[int]:
 
 
 def trained(folder: Path, steps: int) -> Iterator[Selector]:
-    """The indexes that this project trains, on a trace of other tokens."""
-    for name in METHODS:
+    """Indexes that this project trains, on a trace of other tokens."""
+    for name in TRAINED:
         path = folder / f"{name}.safetensors"
         train_index([folder / "train.safetensors"], path, IndexRecipe(name, steps=steps), device="cpu")
         yield make_selector(f"{name}:artefact={path}")

@@ -53,7 +53,6 @@ class DiskRows(RowBuffer):
     def __init__(self, capacity: int, folder: Path) -> None:
         super().__init__(2, capacity)
         self.folder = folder
-        self.fetched: tuple[int, list[tuple[int, int]]] = 0, []  # the storage's address, and the bytes last asked for
 
     def fresh(self) -> DiskRows:
         return DiskRows(self.capacity, self.folder)
@@ -75,15 +74,7 @@ class DiskRows(RowBuffer):
         """
         if self.storage is None or not selection.start.shape[2]:
             return
-        ranges = self._ranges(selection)
-        self.fetched = self.storage.data_ptr(), ranges
-        advise(self.storage, ranges, WANTED)
-
-    def prefetch(self) -> None:
-        """Ask once more for what was last asked for, if the rows still lie there: most of it is chosen again."""
-        address, ranges = self.fetched
-        if self.storage is not None and self.storage.data_ptr() == address:
-            advise(self.storage, ranges, WANTED)
+        advise(self.storage, self._ranges(selection), WANTED)
 
     def _ranges(self, selection: Selection) -> list[tuple[int, int]]:
         """Return the bytes `[first, last)` of the storage in which chosen rows lie, whole pages, rising and apart."""

@@ -334,14 +334,6 @@ class KVCache(CacheEdits):
         """
         return self.search.choose(query, self.prepare(query, budget), counted=True)
 
-    def prefetch(self) -> None:
-        """Ask the disk for the rows that the last step chose, with `sealed_device="disk:FOLDER"`; else do nothing.
-
-        The disk reads them while something else runs: call it a layer ahead. What was read and is still in memory is
-        not read again.
-        """
-        self.stored.sealed.prefetch()
-
     def prepare(self, query: Tensor, budget: Budget) -> Allowance:
         """Do the first half of `select`: check both, seal what is due, and say what the budget allows."""
         stored, keys = self.stored, self.stored.keys.storage

@@ -99,12 +99,6 @@ class SealedRows:
             if isinstance(rows, DiskRows):
                 rows.fetch(selection)
 
-    def prefetch(self) -> None:
-        """Ask for the rows that were last asked for, where they lie in a file."""
-        for rows in (self.keys, self.values):
-            if isinstance(rows, DiskRows):
-                rows.prefetch()
-
     @property
     def apart(self) -> bool:
         """Whether keys and values lie apart from the other rows."""

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseattn.cache.disk_rows import DISK
 from sparseattn.cache.ranks import Ranks
 from sparseattn.codecs.base import RowCodec
 from sparseattn.core.activity import Activity, LayerActivity
@@ -158,7 +157,6 @@ class SparseCache(EditedCache):
             "group": Ranks.of(context_group),
             "check": check,
         }
-        self.on_disk = str(sealed_device).startswith(DISK)
         self._seal = seal
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
         self._real = RealTokens()
@@ -224,16 +222,6 @@ class SparseCache(EditedCache):
     def count_dense(self, layer: int) -> None:
         """Count an attention call of a layer that is not sparse."""
         self._dense_calls[layer] += 1
-
-    def prefetch(self, behind: int) -> None:
-        """Ask the disk for what the first sparse layer behind layer `behind` chose last, while the model goes on.
-
-        Behind the last one comes the first one, whose next step is a token later.
-        """
-        for index in (*range(behind + 1, len(self.layers)), *range(behind)):
-            if isinstance(layer := self.layers[index], SparseLayer):
-                layer.prefetch()
-                return
 
     # -- making others ---------------------------------------------------------------------------------------------
 

@@ -165,8 +165,6 @@ class SparseLayer(CacheLayerMixin):
             self.sparse_calls += 1
         self.columns += new
         self.unattended = None
-        if run.cache.on_disk and run.sparse_tokens:
-            run.cache.prefetch(call.layer)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _joined(self, heads: Sequence[Tensor]) -> Tensor:
@@ -266,11 +264,6 @@ class SparseLayer(CacheLayerMixin):
             return block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
         block = torch.ones(new, new, dtype=torch.bool).tril()[None, None]
         return block if run.positions is None else block & (run.positions[:, None, None, :new] >= 0)
-
-    def prefetch(self) -> None:
-        """Ask the disk for the rows that the last step chose: see `KVCache.prefetch`."""
-        for part in self.parts:
-            part.rows.prefetch()
 
     def keep_unsealed(self, tokens: int) -> None:
         """Keep the newest `tokens` or more unsealed from now on, so that they can be taken back."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparseattn import KVCache, Quest, Selection, decode
-from sparseattn.cache import disk_rows
 from sparseattn.cache.disk_rows import DiskRows
 from tests.cases import CASES, Case, attention, by_name
 
@@ -84,26 +83,6 @@ def test_the_pages_asked_for_are_those_of_the_chosen_rows(size: int, dtype: torc
     assert sorted(got) == got, "in the order of the file"
     assert set(got) == wanted
     assert len(got) == len(wanted), "each page once"
-
-
-def test_what_was_chosen_last_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, list[tuple[int, int]]]] = []
-    caches = {place: run(Case("quest", lambda: Quest(8), None), place, 50)[0] for place in (f"disk:{tmp_path}", "cpu")}
-    monkeypatch.setattr(disk_rows, "advise", lambda rows, ranges, what: asked.append((rows.data_ptr(), [*ranges])))
-    queries, keys, values = attention(B, H, G, N, D)
-    for place, cache in caches.items():
-        decode(queries[:, :, :, -1], cache, 40)
-        chosen = asked.copy()
-        cache.prefetch()
-        assert asked == 2 * chosen, "keys and values of the step"
-        assert bool(chosen) == place.startswith("disk:")
-        asked.clear()
-    cache = caches[f"disk:{tmp_path}"]
-    cache.append(*(torch.cat([rows] * 3, 2) for rows in (keys, values)))
-    cache.seal()  # the rows lie elsewhere now
-    asked.clear()
-    cache.prefetch()
-    assert not asked
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import inspect
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from sparseattn.models.capture import capture  # noqa: E402
 from sparseattn.models.load import ModelError  # noqa: E402
 from sparseattn.models.prefill import Prefill  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
-from sparseattn.models.sparse_layer import SparseLayer  # noqa: E402
 from sparseattn.selectors.abilities import LooksAhead  # noqa: E402
 from tests.models.tiny import COMMON, MODES, NEW, SMALL, YARN, generate, padded, plain, prompt, same, small  # noqa: E402
 
@@ -103,25 +101,6 @@ def test_several_turns_on_one_cache(model: Any, apart: str | None) -> None:
 @pytest.mark.parametrize("apart", [None, "cpu"])
 def test_several_turns_over_rows_in_any_order(llama: Any, selector: Selector, batch: str, apart: str | None) -> None:
     _turns(llama, selector, padded() if batch == "padded" else {"input_ids": prompt()}, apart)
-
-
-def test_rows_on_disk_are_asked_for_while_the_layers_before_run(
-    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind each layer those of the next sparse one, behind the last those of the first; tokens stay as they are."""
-    asked: list[SparseLayer] = []
-    prefetch = SparseLayer.prefetch
-    monkeypatch.setattr(SparseLayer, "prefetch", lambda layer: (asked.append(layer), prefetch(layer)))
-    inputs, answers = {"input_ids": prompt()}, []
-    for place in (f"disk:{tmp_path}", None):
-        with SparseCache(llama, Quest(4), 16, **SMALL, dense_layers=1, sealed_device=place) as cache:
-            answers.append(generate(llama, cache, inputs, max_new_tokens=4)[0])
-            if place is not None:
-                first, *others = cache.sparse_layers.values()
-                assert asked == [*others, first] * (len(asked) // (len(others) + 1)) != []
-                asked.clear()
-    assert torch.equal(*answers)
-    assert not asked, "of rows in memory nobody"
 
 
 def _turns(model: Any, selector: Selector, inputs: dict[str, Tensor], apart: str | None) -> None:
