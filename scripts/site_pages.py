@@ -7,7 +7,7 @@ from typing import Any
 
 from sparseattn.selectors.methods import METHODS
 
-FAMILY = re.compile(r"^<!-- methods of (\w+) -->$", re.M)
+FAMILY = re.compile(r"^<!-- methods of (\w+)(?: (before|from) (\w+))? -->$", re.M)
 CODE = re.compile(r"(<pre\b.*?</pre>|<code\b.*?</code>|<[^>]*>)", re.S)  # and tags: what is no text of a sentence
 UNITS = "%|ms|µs|s|KiB|MiB|GiB|TiB|kB|MB|GB|TB|GB/s|TB/s|bits?|nats|times|tokens|rows|px"
 HEADLESS = re.compile(r"<th(?P<style> style=\"[^\"]*\")?></th>")  # the corner of a table names nothing
@@ -23,8 +23,11 @@ COLUMN = re.compile(r"(?<=[:,])(?=\w)(?=[^<>]*</code>)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the API of every method of a family where a page has `<!-- methods of FAMILY -->`."""
-    return FAMILY.sub(lambda found: "\n\n".join(f"::: sparseattn.{name}" for name in classes(found[1])), markdown)
+    """Put the API of every method of a family where a page has `<!-- methods of FAMILY -->`, or of those before one of
+    its methods, or from it on, where it has `<!-- methods of FAMILY before METHOD -->`, or `from`."""
+    return FAMILY.sub(
+        lambda found: "\n\n".join(f"::: sparseattn.{name}" for name in classes(*found.groups())), markdown
+    )
 
 
 def on_page_context(context: dict[str, Any], page: Any, **_: object) -> dict[str, Any]:
@@ -55,13 +58,14 @@ def on_post_page(output: str, **_: object) -> str:
     )
 
 
-def classes(family: str) -> list[str]:
-    """Return the classes of the methods of a family, in the registry's order.
+def classes(family: str, side: str | None = None, of: str | None = None) -> list[str]:
+    """Return the classes of the methods of a family, in the registry's order: all, or on a side of one of them.
 
     Raises:
-        ValueError: no method lies in it.
+        ValueError: no method lies in it, or none of that name.
     """
-    found = [method.kind for method in METHODS.values() if method.family == family]
-    if not found:
-        raise ValueError(f"no method lies in sparseattn/selectors/{family}")
-    return found
+    found = {name: method.kind for name, method in METHODS.items() if method.family == family}
+    if not found or (of is not None and of not in found):
+        raise ValueError(f"no method {of or ''} lies in sparseattn/selectors/{family}")
+    cut = 0 if of is None else list(found).index(of)
+    return list(found.values())[:cut] if side == "before" else list(found.values())[cut:]
