@@ -8,7 +8,7 @@ the length of the sequence (dynamic NTK, Phi-3's LongRoPE) have no single `Rope`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class Rope:
     def rotated(self) -> int:
         """R, the dimensions that turn."""
         return 2 * len(self.inv_freq)
+
+    def to(self, device: torch.device) -> Rope:
+        """Return it with its frequencies on a device."""
+        return replace(self, inv_freq=self.inv_freq.to(device))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` `[...,T,D]` turned by `positions` (`[T]`, or any shape that broadcasts to `[...,T]`); x's dtype."""

@@ -7,6 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from sparseattn.core.context import LayerContext
+from sparseattn.core.rope import Rope
 from sparseattn.kernels.group_vote.dispatch import GROUPS
 
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
@@ -35,6 +37,20 @@ def check_share(share: float) -> None:
     """Refuse a share of the queries outside [0, 1]: ValueError."""
     if not 0 <= share <= 1:
         raise ValueError(f"share is the share of the queries used, 0 to 1, got {share}")
+
+
+def known_rope(method: object, context: LayerContext, does: str, instead: str) -> Rope:
+    """Return the fixed RoPE of a method's layer, for which it `does` something that needs it.
+
+    Raises:
+        ValueError: it is not known; the sentence says what to take `instead`.
+    """
+    if context.rope is None:
+        raise ValueError(
+            f"{method} {does}, and no fixed RoPE of layer {context.layer} is known here: give for_layer a LayerContext "
+            f"with it, or {instead}"
+        )
+    return context.rope
 
 
 def check_group(group: str) -> str:

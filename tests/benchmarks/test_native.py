@@ -37,7 +37,9 @@ def test_an_audit_has_every_figure(family: str, tmp_path: Path) -> None:
         assert one["rows"] <= native_audit.ROWS + 1.5
         assert one["kl"] >= 0
     assert all(one["bytes_share"] <= own["bytes_share"] + 1e-9 for one in at["bytes"])
-    assert {"native", "querypq"} <= {one["method"].partition(":")[0] for one in at["bytes"]}
+    # The latents of GLM are less than what any budget of pages reads.
+    few = {"native", "querypq"} if family == "glm_moe_dsa" else {"native", "querypq", "quest"}
+    assert few <= {one["method"].partition(":")[0] for one in at["bytes"]}
     shared = dict(zip(found["layers"], found["share"], strict=True))
     if family == "glm_moe_dsa":
         assert shared[0][1] == 1  # layer 1 reads what layer 0 chose

@@ -24,7 +24,7 @@ FEW = ["quest", "quest-each", "lowbit", "lowbit-page", "exact-group", "mean", "r
 
 
 def ties(case: Case) -> bool:
-    """Whether scores are whole numbers, where which of the rows with equal ones are read is left open."""
+    """Whether rows are ranked by sign codes alone: rows of equal codes tie, and which of them is read is left open."""
     return isinstance(case.make(), SignCodes)
 
 

@@ -212,7 +212,7 @@ class Partitioned(Selector):
             every = like.shape[1] if heads is None else heads.of
             partition = self._own(trained.check(self.layer, every, group, like.shape[3], rope))
             if rope is not None:
-                rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))
+                rope = rope.to(like.device)
             partition = self._used(partition, like).to(like.device)
             self._here = own = Parameters(partition, None if trained.roped else rope, group)
         return own

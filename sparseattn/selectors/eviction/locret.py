@@ -9,7 +9,7 @@ from torch import Tensor
 from sparseattn.core.rope import Rope
 from sparseattn.selectors.abilities import ComparesHeads
 from sparseattn.selectors.base import LayerContext, Rows
-from sparseattn.selectors.checks import check_least
+from sparseattn.selectors.checks import check_least, known_rope
 from sparseattn.selectors.eviction.base import Evicting
 from sparseattn.selectors.parameters.channel_calibration import Calibration, CalibrationError, shared
 from sparseattn.selectors.parameters.retaining_heads import foreseen, random_heads
@@ -85,12 +85,8 @@ class Locret(ComparesHeads, Evicting):
                 raise CalibrationError(f"{self.artefact} is for {learned} query heads of a KV head, here are {group}")
 
     def _rope(self) -> Rope:
-        if self.layer_context.rope is None:
-            raise ValueError(
-                f"{self} reads queries and keys before RoPE, and no fixed RoPE of layer {self.layer} is known here: "
-                f"give for_layer a LayerContext with it, or take a method that reads none, such as snapkv"
-            )
-        return self.layer_context.rope
+        instead = "take a method that reads none, such as snapkv"
+        return known_rope(self, self.layer_context, "reads queries and keys before RoPE", instead)
 
     def source(self) -> str:
         return super().source() + ("" if self.artefact == RANDOM else f" {file_hash(self.artefact)[:16]}")

@@ -13,7 +13,7 @@ from sparseattn.kernels.group_vote.dispatch import GROUPS, vote
 from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.abilities import ComparesHeads, LearnsFromQueries
 from sparseattn.selectors.base import Rows, Selector, StepContext
-from sparseattn.selectors.checks import check_least
+from sparseattn.selectors.checks import check_least, known_rope
 
 
 class InfLLM(ComparesHeads, LearnsFromQueries, Selector):
@@ -104,12 +104,8 @@ class InfLLM(ComparesHeads, LearnsFromQueries, Selector):
         return self._rope().unrotate(keys, positions.to(keys.device)[:, None])
 
     def _rope(self) -> Rope:
-        if self.layer_context.rope is None:
-            raise ValueError(
-                f"{self} puts blocks at one distance, and no fixed RoPE of layer {self.layer} is known here: give "
-                f"for_layer a LayerContext with it, or score keys as they are, distance=None"
-            )
-        return self.layer_context.rope
+        instead = "score keys as they are, distance=None"
+        return known_rope(self, self.layer_context, "puts blocks at one distance", instead)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.distance is not None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, products
@@ -42,6 +41,7 @@ class Seer(FromCalibration):
     """
 
     method, command = "seer", "train"
+    without_rope = "take a method that scores keys as they are, such as mean"
     by_row = ("gates",)
     operators = 16
 
@@ -70,14 +70,6 @@ class Seer(FromCalibration):
             if group is not None:
                 weights = self.calibration().holds(self.layer)["queries"]
                 check_whole(self, "query heads a KV head", group, weights.shape[1], "the model has")
-
-    def _rope(self) -> Rope:
-        if self.layer_context.rope is None:
-            raise ValueError(
-                f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
-                f"for_layer a LayerContext with it, or take a method that scores keys as they are, such as mean"
-            )
-        return self.layer_context.rope
 
     def fix(self, rows: int, seal: int) -> None:
         super().fix(rows // self.page, seal)

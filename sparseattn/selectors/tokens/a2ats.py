@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch
@@ -59,6 +58,7 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
     """
 
     method, command = "a2ats", "train"
+    without_rope = "take a method that codes keys as they are, such as querypq"
     operators = 40
 
     def __init__(
@@ -90,14 +90,6 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         self._rope()
         super().check_shape(heads, group, size)
-
-    def _rope(self) -> Rope:
-        if self.layer_context.rope is None:
-            raise ValueError(
-                f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
-                f"for_layer a LayerContext with it, or take a method that codes keys as they are, such as querypq"
-            )
-        return self.layer_context.rope
 
     @property
     def _named(self) -> int:

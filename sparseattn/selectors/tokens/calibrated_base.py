@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors.base import LayerContext, Rows
-from sparseattn.selectors.checks import warn_of_keys_as_queries
+from sparseattn.selectors.checks import known_rope, warn_of_keys_as_queries
 from sparseattn.selectors.identity import identity
 from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError, shared
 from sparseattn.selectors.tokens.base import LEARNED_HERE, Ranked
@@ -30,6 +29,7 @@ class FromCalibration(Ranked):
 
     method: str  # in a calibration
     command = "calibrate"  # that makes one
+    without_rope = "take keys as they are, before=False"  # what to do where a layer's RoPE is not known
     late: tuple[str, ...] = ("_held", "_turns")
     artefact: str
     roped: bool
@@ -85,18 +85,12 @@ class FromCalibration(Ranked):
     def _rope_on(self, device: torch.device) -> Rope:
         """Return `_rope` with its frequencies on a device, moved once: a step must not wait for a copy."""
         if self._turns is None or self._turns.inv_freq.device != device:
-            rope = self._rope()
-            self._turns = replace(rope, inv_freq=rope.inv_freq.to(device))
+            self._turns = self._rope().to(device)
         return self._turns
 
     def _rope(self) -> Rope:
         """Return what takes RoPE back from keys; ValueError where it is not known."""
-        if self.layer_context.rope is None:
-            raise ValueError(
-                f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
-                f"for_layer a LayerContext with it, or take keys as they are, before=False"
-            )
-        return self.layer_context.rope
+        return known_rope(self, self.layer_context, "takes RoPE back from keys", self.without_rope)
 
     def source(self) -> str:
         return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")
