@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseattn.codecs.base import ONCE, ROW, Kept, NewRows, RowCodec
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.attend_quantized.reference import packed, unpacked, width
-from sparseattn.kernels.product_kmeans import product_codebooks
+from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
 
 SAMPLE = 1 << 14  # most rows of a head that centroids are learnt from, evenly over the prompt
 SIDES = ("key", "value")

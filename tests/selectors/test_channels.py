@@ -137,7 +137,6 @@ def test_labels_of_few_bits_are_half_a_step_off_at_most(bits: int) -> None:
 
 
 def test_pqcache_names_each_half_of_a_key_by_one_of_64_centroids_of_all_keys() -> None:
-    pytest.importorskip("faiss")
     queries, keys, _ = attention(1, 2, 3, 9000, 32)
     cache = PQCache()
     filled(cache, keys)

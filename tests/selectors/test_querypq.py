@@ -11,7 +11,6 @@ from sparseattn import KVCache, Mass, QueryPQ, evaluate, make_selector
 from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import Shape, step_cost
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.product_kmeans import by_torch, product_codebooks
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.base import vote
 from sparseattn.selectors.parameters.query_metric import balanced, dealt, half_moved_ahead, metric_of, reached
@@ -46,19 +45,6 @@ def test_keys_that_queries_reach_count_more_and_none_sees_what_comes_behind_it()
     assert float(weights.mean()) == pytest.approx(1)
     assert weights[0, 3] == 0
     assert int(weights.argmax()) == 2, "of two queries the last quarter is one"
-
-
-@pytest.mark.parametrize("learn", [product_codebooks, by_torch], ids=["faiss", "torch"])
-def test_keys_count_for_their_weights(learn) -> None:
-    if learn is product_codebooks:
-        pytest.importorskip("faiss")
-    draw = torch.Generator().manual_seed(0)
-    keys, weights = torch.randn(1, 400, 4, generator=draw), torch.full((1, 400), 1e-3)
-    weights[0, 7] = 1e4
-    asked = 4 if learn is product_codebooks else 16  # bits, or centroids
-    books = learn(keys, 1, asked, 0, weights)
-    assert float((books[0, 0] - keys[0, 7]).norm(dim=1).min()) < 1e-3
-    assert float((learn(keys, 1, asked, 0)[0, 0] - keys[0, 7]).norm(dim=1).min()) > 1e-2
 
 
 def test_the_metric_of_the_queries_finds_more_where_keys_vary_along_what_no_query_looks_at() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseattn.core.rope import Rope
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.product_kmeans import product_codebooks
+from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
 
 ASKED = 64  # queries of the prompt's end that say which keys are reached
 RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no query of the sample has stay finite

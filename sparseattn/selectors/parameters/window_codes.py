@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
-from sparseattn.kernels.product_kmeans import product_codebooks
+from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
 
 RIDGE = 1e-6  # added to the moment, whose numbers have the root mean square 1
 

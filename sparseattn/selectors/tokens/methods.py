@@ -53,7 +53,7 @@ METHODS = {
         departs="more bits, and k-means on a sample of this prompt",
         scans="a code per subspace of every row",
         builds="k-means, and each key's nearest centroids",
-        needs="faiss",
+        needs="nothing",
         runs="torch, simulated",
     ),
     "pqcache": MethodRow(
@@ -65,7 +65,7 @@ METHODS = {
         "read; a byte per code; no cache of blocks, which does not affect the choice",
         scans="two codes of every row",
         builds="k-means, and each key's nearest centroids",
-        needs="faiss",
+        needs="nothing",
         runs="torch, simulated",
     ),
     "querypq": MethodRow(

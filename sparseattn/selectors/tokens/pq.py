@@ -1,4 +1,4 @@
-"""Product quantisation of the prompt's keys by faiss: every row ranked by the centroids that stand for its key.
+"""Product quantisation of the prompt's keys: every row ranked by the centroids that stand for its key.
 
 As PQCache keeps keys, https://arxiv.org/abs/2407.12820, with more bits; `PQCache` is its own setting.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.nearest import load_faiss
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.checks import half
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -17,7 +16,7 @@ from sparseattn.selectors.tokens.product_base import ProductCoded
 class PQ(ProductCoded):
     """Reads the rows whose keys, as a centroid for each subspace of channels, have the largest product with the query.
 
-    faiss's k-means (25 rounds) finds the centroids of every subspace and KV head on a sample of the first real keys
+    k-means (25 rounds) finds the centroids of every subspace and KV head on a sample of the first real keys
     that a sequence seals, its prompt's; rows sealed later take the nearest of them. Fewer keys than centroids are their
     own.
 
@@ -44,12 +43,10 @@ class PQ(ProductCoded):
         self, subspaces: int = 0, bits: int = 8, sample: int = 4096, seed: int = 0, group: str = "softmax"
     ) -> None:
         super().__init__(subspaces, bits, sample, seed, group)
-        load_faiss()
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys = rows.keys[0]
-        books = self.books(keys[:, self.drawn(keys)].float().cpu())
-        return {"centroids": books.to(keys.device, half(keys))}
+        return {"centroids": self.books(keys[:, self.drawn(keys)]).to(half(keys))}
 
     def encode(self, keys: Tensor) -> Tensor:
         return self.packed(keys)

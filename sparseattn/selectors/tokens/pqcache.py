@@ -21,7 +21,7 @@ class PQCache(PQ):
     An index row takes a byte for each name, 2 by default, where 12 bits would do. The codebooks of a KV head take 64
     keys. Codebooks hold for the positions that they were learned at, see `PQ`.
 
-    Departures, from its code (HugoZHL/PQCache). k-means runs 25 rounds of faiss before the first decoded token; there
+    Departures, from its code (HugoZHL/PQCache). k-means runs 25 rounds before the first decoded token; there
     it runs 3 to 300 of scikit-learn on idle CPU cores, as many as fit while the prompt is read. Rows get names when
     they are sealed, as there when they leave the local window. Its 32 first tokens, and a window of half the budget,
     are sink and window here, on top of the budget. Its cache of blocks on a GPU, where all others lie in host memory,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.nearest_codes import dispatch as nearest_codes
-from sparseattn.kernels.product_kmeans import product_codebooks
+from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.tokens.codebook_base import Coded
 from sparseattn.utils.hashing import stream
@@ -56,7 +56,7 @@ class ProductCoded(Coded):
         return which.to(keys.device)
 
     def books(self, keys: Tensor) -> Tensor:
-        """Return the codebooks `[H,S,2^bits,d]` float32 of keys `[H,n,D]` float32."""
+        """Return the codebooks `[H,S,2^bits,d]` float32 of keys `[H,n,D]`."""
         return product_codebooks(keys, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
     def packed(self, keys: Tensor) -> Tensor:

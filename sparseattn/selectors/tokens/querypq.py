@@ -69,8 +69,6 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
-    k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
-
     `scan_bytes`: the codes of every row, and once per KV head the centroids, the map of queries and the mean.
     """
 
