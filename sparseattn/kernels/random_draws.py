@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,43 @@ def draws(stream: Tensor, positions: Tensor, at: Tensor) -> Tensor:
         `[B,A,N]` int64, of all 64 bits.
     """
     return _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])
+
+
+def places_drawn(stream: Tensor, positions: Tensor, count: Tensor, places: int) -> Tensor:
+    """Return places drawn without replacement, at a cost that follows from those drawn and not from those there are.
+
+    A Feistel network permutes the numbers below a power of two, which is 256 or less than twice `count`. The first of
+    its images that are below `count` are drawn. `tries(places)` are computed: all 256, or somewhat more than twice as
+    many as are drawn, so that it is less probable than 1e-20 that they are too few.
+
+    Args:
+        stream: `[A]` int64, of `streams`.
+        positions: `[B]` int64, of the queries.
+        count: `[B]` int64, 0 or more: of the places there are.
+        places: to draw, 1 or more.
+
+    Returns:
+        `[B,A,places]` int64, distinct and below `count`; -1 where a sequence has fewer.
+    """
+    bits = torch.frexp((count - 1).clamp(min=255).double()).exponent.long()[:, None, None]  # of the greatest number
+    low = bits // 2
+    number = torch.arange(tries(places), device=count.device)
+    key = _mix(stream + positions[:, None])[..., None]  # [B,A,1]
+    right, left = number & ((1 << low) - 1), number >> low
+    ones = (1 << bits) - 1 >> low, (1 << low) - 1
+    for mask in ones * 3:  # each of the two is changed by the other in turn
+        key = key * _signed(0xBF58476D1CE4E5B9) + _GOLDEN
+        left, right = right, left ^ _scattered(right, key).bitwise_and_(mask)
+    image = (left << low) | right  # after six turns each is in its place again
+    there = (image < count[:, None, None]) & (number >> bits == 0)
+    place = there.cumsum(2).sub_(1)
+    place = torch.where(there & (place < places), place, places)
+    return image.new_full((*image.shape[:2], places + 1), -1).scatter_(2, place, image)[..., :places]
+
+
+def tries(places: int) -> int:
+    """Return how many images of a permutation `places_drawn` computes."""
+    return max(256, 2 * places + 16 * math.isqrt(places) + 64)
 
 
 def directions(seed: int, layer: int, heads: Sequence[int], size: int, count: int) -> Tensor:
@@ -71,6 +109,13 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _scattered(x: Tensor, key: Tensor) -> Tensor:
+    """Return the upper 32 bits of a hash of `x` with `key`, the sign before them."""
+    x = (x + key).mul_(_signed(0xBF58476D1CE4E5B9))
+    x ^= x >> 32
+    return x.mul_(_signed(0x94D049BB133111EB)) >> 32
 
 
 def _signed(word: int) -> int:
