@@ -34,6 +34,7 @@ from rich.table import Table
 from benchmarks import records
 from benchmarks.measure import spread
 from benchmarks.records import RESULTS
+from benchmarks.vllm_parts import Parts
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
 from sparseattn.cost_model.environment import features, machine, versions
@@ -41,6 +42,8 @@ from sparseattn.serving.vllm.defaults import SELECTOR
 
 CHUNK = 2048  # tokens of a step, at most
 WARM = 4  # steps of each kind that do not count
+PARTED = 20  # steps of each kind whose parts are clocked
+SHORT = 64  # tokens of the sequences whose attention takes next to nothing
 SHAPE: dict[str, Any] = {  # of the random model
     "vocab_size": 32_000,
     "hidden_size": 1024,
@@ -118,10 +121,10 @@ def decode(
     steps: int,
     vocabulary: int,
     say: Callable[[], None],
+    parted: bool,
 ) -> list[dict[str, Any]]:
-    """Steps of both kinds behind prompts of so many tokens, for each of the settings `methods`."""
-    from vllm import SamplingParams
-
+    """Steps of both kinds behind prompts of so many tokens, for each of the settings `methods`; `parted`: with steps
+    whose parts are clocked behind them."""
     from sparseattn.serving.vllm import cpu
     from sparseattn.serving.vllm.counters import stats
     from sparseattn.serving.vllm.settings import parse
@@ -129,16 +132,10 @@ def decode(
     draw = random.Random(0)
     turns.kind = "fill"
     above, each = methods[0]["above"], 2 * (WARM + steps)
-    most = (
-        rounds * len(methods) * each + 2 + batch * (context // CHUNK + 1)
-    )  # the first decodes while the last is filled in
-    options = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-    for number in range(batch):
-        ids = [draw.randrange(vocabulary) for _ in range(context - most)]
-        engine.add_request(f"{context}-{batch}-{number}", {"prompt_token_ids": ids}, options)
-    begun: set[str] = set()
-    while len(begun) < batch:
-        begun |= {one.request_id for one in engine.step()}
+    most = rounds * len(methods) * each + len(methods) * parted * 2 * PARTED
+    most += 2 + batch * (context // CHUNK + 1)  # the first decodes while the last is filled in
+    start_requests(engine, f"{context}-{batch}", context - most, batch, most, draw, vocabulary)
+    parts: list[dict[str, Any]] = [{} for _ in methods]
     every: list[dict[str, list[float]]] = [{"stock": [], "sparse": []} for _ in methods]
     read: list[tuple[int, float]] = [(0, 0.0)] * len(methods)
     for turn in range(rounds * len(methods)):
@@ -165,9 +162,9 @@ def decode(
             if number >= 2 * WARM:
                 every[which][turns.kind].append(seconds)
             say()
-    engine.abort_request([f"{context}-{batch}-{number}" for number in range(batch)])
-    while engine.has_unfinished_requests():
-        engine.step()
+        if parted and turn // len(methods) == rounds - 1:
+            parts[which] = clocked_parts(engine, turns, read[which][0])
+    end_requests(engine, f"{context}-{batch}", batch)
     return [
         {
             "selector": told["selector"],
@@ -178,9 +175,69 @@ def decode(
             "speed_up": spread([a / b for a, b in zip(taken["stock"], taken["sparse"], strict=True)]),
             "sparse_layers": layers,
             "rows_read_share": round(share, 4),
+            **({"parts": clocked} if parted else {}),
         }
-        for told, taken, (layers, share) in zip(methods, every, read, strict=True)
+        for told, taken, (layers, share), clocked in zip(methods, every, read, parts, strict=True)
     ]
+
+
+def start_requests(
+    engine: Any, name: str, tokens: int, batch: int, answer: int, draw: random.Random, vocabulary: int
+) -> None:
+    """Add requests of random tokens, and take steps until all of them decode."""
+    from vllm import SamplingParams
+
+    options = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+    for number in range(batch):
+        ids = [draw.randrange(vocabulary) for _ in range(tokens)]
+        engine.add_request(f"{name}-{number}", {"prompt_token_ids": ids}, options)
+    begun: set[str] = set()
+    while len(begun) < batch:
+        begun |= {one.request_id for one in engine.step()}
+
+
+def end_requests(engine: Any, name: str, batch: int) -> None:
+    """Abort the requests of `start_requests`."""
+    engine.abort_request([f"{name}-{number}" for number in range(batch)])
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def clocked_parts(engine: Any, turns: Turns, layers: int) -> dict[str, Any]:
+    """Microseconds of a sparse layer by part, `Parts.of_layers`, and of a layer of stock."""
+    both = {"stock": Parts(), "sparse": Parts()}
+    for number in range(2 * PARTED):
+        turns.kind = ("stock", "sparse")[number % 2]
+        parts = both[turns.kind]
+        with parts.installed():
+            parts.clocked("step", engine.step)()
+    stock = both["stock"]
+    tables = round(1e6 * stock.seconds["tables"] / PARTED, 1)
+    rows: dict[str, Any] = both["sparse"].of_layers(PARTED, layers) if layers else {}
+    layer = round(1e6 * stock.seconds["stock"] / max(1, stock.calls["stock"]), 1)
+    return {**rows, "stock": layer, "stock_tables": tables}
+
+
+def short_steps(engine: Any, turns: Turns, batch: int, steps: int, vocabulary: int) -> dict[str, Any]:
+    """Steps of stock with sequences so short that attention takes next to nothing: what no attention can save."""
+    turns.kind = "stock"
+    start_requests(engine, f"short-{batch}", SHORT, batch, 2 * batch + WARM + steps, random.Random(2), vocabulary)
+    seconds = []
+    for number in range(WARM + steps):
+        start = time.perf_counter()
+        engine.step()
+        if number >= WARM:
+            seconds.append(time.perf_counter() - start)
+    end_requests(engine, f"short-{batch}", batch)
+    return {"tokens": SHORT, "batch": batch, "seconds": spread(seconds)}
+
+
+def removed(one: dict[str, Any], short: dict[str, Any]) -> float:
+    """Return the share of the time of stock's attention that sparse attention saves, by medians."""
+    base, stock, sparse = (
+        seconds["median"] for seconds in (short["seconds"], one["seconds"]["stock"], one["seconds"]["sparse"])
+    )
+    return round((stock - sparse) / (stock - base), 4)
 
 
 def prefill(engine: Any, turns: Turns, tokens: int, times: int, vocabulary: int, say: Callable[[], None]) -> Any:
@@ -265,8 +322,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 one
                 for context in contexts
                 for batch in batches
-                for one in decode(engine, turns, context, batch, methods, options.rounds, once, vocabulary, say)
+                for one in decode(
+                    engine, turns, context, batch, methods, options.rounds, once, vocabulary, say, options.parts
+                )
             ]
+            short = [short_steps(engine, turns, batch, 2 * options.steps, vocabulary) for batch in batches]
+    for one in decoded:
+        one["attention_removed"] = removed(one, next(base for base in short if base["batch"] == one["batch"]))
     return {
         "model": options.model,
         "shape": SHAPE if options.model == "random" else None,
@@ -274,6 +336,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "compiled": options.compiled,
         "settings": methods[0],
         "decode": decoded,
+        "short": short,
         "prefill": read,
         "machine": machine(),
         "features": features(),
@@ -290,7 +353,8 @@ def tables(record: dict[str, Any]) -> Iterator[Table]:
         box=SIMPLE_HEAD,
     )
     table.add_column("selector")
-    for column in ("context", "batch", "stock ms", "sparse ms", "times stock", "tokens/s stock", "tokens/s sparse"):
+    compared = ("stock ms", "sparse ms", "times stock", "attention removed")
+    for column in ("context", "batch", *compared, "tokens/s stock", "tokens/s sparse"):
         table.add_column(column, justify="right")
     for one in record["decode"]:
         medians = [1000 * one["seconds"][kind]["median"] for kind in ("stock", "sparse")]
@@ -300,9 +364,21 @@ def tables(record: dict[str, Any]) -> Iterator[Table]:
             str(one["batch"]),
             *(f"{ms:.1f}" for ms in medians),
             f"{one['speed_up']['median']:.2f}",
+            f"{one['attention_removed']:.0%}",
             *(f"{one['tokens_a_second'][kind]:.1f}" for kind in ("stock", "sparse")),
         )
     yield table
+    if any("parts" in one for one in record["decode"]):
+        table = Table(title="microseconds of a sparse layer, and of a step's tables", box=SIMPLE_HEAD)
+        table.add_column("selector")
+        columns = ("stock", "layer", "choosing", "attending", "both", "counting", "around", "tables")
+        for column in ("context", "batch", *columns, "compiled"):
+            table.add_column(column, justify="right")
+        for one in record["decode"]:
+            times = [f"{one['parts'].get(column, 0):,.0f}" for column in columns]
+            kernels = sum(one["parts"].get("kernels", {}).values())
+            table.add_row(one["selector"], f"{one['context']:,}", str(one["batch"]), *times, f"{kernels:,.0f}")
+        yield table
     if record["prefill"]:
         table = Table(title="prefill", box=SIMPLE_HEAD)
         for column in ("tokens", "stock s", "sparse s", "times as long"):
@@ -329,6 +405,7 @@ def main() -> None:
     parser.add_argument("--above", type=int, default=4096)
     parser.add_argument("--gib", type=int, default=10, help="of the cache")
     parser.add_argument("--compiled", action="store_true", help="by torch.compile, as vLLM does by default")
+    parser.add_argument("--parts", action="store_true", help="clock the parts of a sparse layer, in steps of their own")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, StepPages
-from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_rows
+from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, BoundedPages, StepPages
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded, attend_rows
+from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
+from sparseattn.kernels.page_bounds.dispatch import page_scores_at
 
 H, G = 2, 3
 
@@ -160,3 +165,54 @@ def test_a_list_without_any_row_gives_zeros() -> None:
     pages = StepPages(16, 32, none, none, tails, torch.tensor([0]))
     attend_blocks(query, out, BlockCache(cache, "columns"), pages, scores, 2, 1.0, impl="numba")
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packing"),
+    [
+        pytest.param(torch.float32, "columns", marks=pytest.mark.slow),
+        (torch.bfloat16, "columns"),
+        (torch.bfloat16, "pairs"),
+    ],
+)
+@pytest.mark.parametrize("group", ["sum", "max", "each"])
+@pytest.mark.parametrize("count", [3, numpy.array([2, 7])], ids=["one", "of_each"])
+def test_choosing_by_bounds_and_attending_in_one_call_is_both_after_each_other(
+    dtype: torch.dtype, packing: str, group: str, count: Any
+) -> None:
+    """To the last bit where both are compiled; what a call remembers of a step and of a layer changes nothing."""
+    page, block = 32, 64
+    made = case(dtype, 64, block, page, page)
+    cache = packed(made.pop("keys"), made.pop("values"), packing)
+    low = torch.randn(H, 24 * block // page, 64).to(dtype).transpose(0, 1)
+    bounds = PageBounds(low, low + torch.rand(24 * block // page, H, 64).to(dtype))
+    layer = BoundedPages(cache, VotedBounds(bounds, group, 8.0))
+    pages = StepPages(page, page, *(made[name] for name in ("table", "always", "tails", "tokens")))
+    table, tokens = made["table"], made["tokens"]
+    for wider in (0, 5):  # a query is often a part of wider rows
+        wide = torch.randn(5, H * G * 64 + wider).to(dtype)
+        query = wide[:, : H * G * 64].unflatten(1, (H * G, 64))
+        scores = page_scores_at(query[tokens].unflatten(1, (H, G)), bounds, table, group, temperature=8.0)
+        expected, reference = torch.full_like(made["query"], 7.0), torch.full_like(made["query"], 7.0)
+        attend_blocks(query, expected, cache, pages, scores, count, 0.1, impl="numba")
+        attend_bounded(query, reference, layer, pages, count, 0.1, impl="torch")
+        torch.testing.assert_close(reference, expected, rtol=2e-2, atol=2e-2)
+        for _ in range(2):
+            out = torch.full_like(made["query"], 7.0)
+            attend_bounded(query, out, layer, pages, count, 0.1, impl="numba")
+            assert torch.equal(out, expected)
+
+
+def test_bounds_of_another_dtype_or_entry_are_refused() -> None:
+    made = case(torch.bfloat16, 64, 64, 16, 32)
+    cache = packed(made.pop("keys"), made.pop("values"), "columns")
+    pages = StepPages(16, 32, *(made[name] for name in ("table", "always", "tails", "tokens")))
+    out = torch.empty_like(made["query"])
+    for low, why in (
+        (torch.zeros(96, H, 64, dtype=torch.bfloat16), "an entry of bounds is a page of 16 rows, got 32"),
+        (torch.zeros(96, H, 64), "bounds are of the rows' dtype torch.bfloat16, got torch.float32"),
+        (torch.zeros(96, 64, H, dtype=torch.bfloat16).mT, "the numbers of a bound are adjacent"),
+    ):
+        layer = BoundedPages(cache, VotedBounds(PageBounds(low, low), "sum", 8.0))
+        with pytest.raises(ValueError, match=why):
+            attend_bounded(made["query"], out, layer, pages, 3, 0.1, impl="numba")

@@ -12,12 +12,14 @@ from engines import LAYERS, SPARSE, ask, check_counts, engine, llama, prompts
 from torch import Tensor
 
 from sparseattn import KVCache, make_selector
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded
+from sparseattn.kernels.page_bounds.dispatch import page_scores_at
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
 pytest.importorskip("numba")
 from sparseattn.kernels.attend_vllm_blocks import cpu as attend_vllm_blocks_cpu
-from sparseattn.serving.vllm import cpu
+from sparseattn.serving.vllm import cpu, page_index
 
 BUDGET, WINDOW = 96, 40
 LENGTHS, TOKENS = (500, 260, 390), (20, 20, 6)
@@ -58,6 +60,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         parts = {"always": always, "table": table, "ids": read["ids"]}
         ran.append({name: torch.from_numpy(part.copy()) for name, part in parts.items()})
 
+    def bounded(query: Tensor, out: Tensor, layer: BoundedPages, pages: Any, count: Any, scale: float) -> None:
+        """Also in two calls, the second of which is watched."""
+        attend_bounded(query, out, layer, pages, count, scale)
+        voted, own = layer.voted, out.clone()
+        asked = query[pages.tokens].unflatten(1, (layer.cache.packed.shape[1], -1))
+        scores = page_scores_at(asked, voted.bounds, pages.table, voted.group, temperature=voted.temperature)
+        attend_blocks(query, own, layer.cache, pages, scores, count, scale)
+        assert torch.equal(own[pages.tokens], out[pages.tokens])
+
     def forwarded(impl: Any, layer: Any, query: Any, key: Any, value: Any, held: Any, metadata: Any, **out: Any) -> Any:
         ran.clear()
         done = forward(impl, layer, query, key, value, held, metadata, **out)
@@ -77,6 +88,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return done
 
     monkeypatch.setattr(attend_vllm_blocks_cpu, "_attend", watched)
+    monkeypatch.setattr(page_index, "attend_bounded", bounded)
     monkeypatch.setattr(cpu.SparseCPUImpl, "forward", forwarded)
     return seen
 

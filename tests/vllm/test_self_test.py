@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.serving.vllm import above as above_
-from sparseattn.serving.vllm import break_even, counters, cpu, engine_checks, installed
+from sparseattn.serving.vllm import break_even, counters, cpu, engine_checks, installed, page_index
 from sparseattn.serving.vllm.mismatch import Mismatch
 from sparseattn.serving.vllm.settings import parse
 
@@ -59,8 +59,8 @@ def other_step(patch: pytest.MonkeyPatch) -> None:
 
 def other_scale(patch: pytest.MonkeyPatch) -> None:
     """The full budget differs from dense attention a little."""
-    attend = cpu.attend_blocks
-    patch.setattr(cpu, "attend_blocks", lambda *given: attend(*given[:-1], 1.1 * given[-1]))
+    attend = page_index.attend_bounded
+    patch.setattr(page_index, "attend_bounded", lambda *given: attend(*given[:-1], 1.1 * given[-1]))
 
 
 @pytest.fixture

@@ -5,9 +5,12 @@ PagedAttention, https://arxiv.org/abs/2309.06180; `cpu_products` says what the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
+
+from sparseattn.kernels.page_bounds.bounds import VotedBounds
 
 PACKINGS = ("columns", "pairs")
 
@@ -73,6 +76,7 @@ class StepPages:
             sequence's last.
         tails: `[R]` int32, how many rows of that there are.
         tokens: `[R]` int64, rows of the query.
+        forms: what compiled code was told of the step, for its other layers.
     """
 
     page: int
@@ -81,3 +85,19 @@ class StepPages:
     always: Tensor
     tails: Tensor
     tokens: Tensor
+    forms: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundedPages:
+    """A layer's rows, and Quest's bounds of their pages, https://arxiv.org/abs/2406.10774.
+
+    Args:
+        cache: the rows.
+        voted: bounds `[places,H,D]` of the cache's dtype, by place in the cache.
+        prepared: what compiled code was told of the layer, for later steps, by the factor of logits.
+    """
+
+    cache: BlockCache
+    voted: VotedBounds
+    prepared: dict[float, Any] = field(default_factory=dict)

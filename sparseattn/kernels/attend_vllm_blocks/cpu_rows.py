@@ -18,6 +18,7 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     SERVED,
     _ask_for_keys,
@@ -32,8 +33,6 @@ from sparseattn.kernels.numba_rows import LOG2E, read, storage_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, STEP, use_threads
 from sparseattn.kernels.numba_vectors import LANES
 
-PART_ROWS = 256  # of a list's tiles for which a part of its own pays
-PARTS = 4  # parts in all for each thread, at least, where there are rows for them
 MOST = 32  # rows of a tile: which of them are read fits a word
 
 

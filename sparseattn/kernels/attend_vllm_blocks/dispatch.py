@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
 from sparseattn.kernels.implementations import Operation
 
 ATTEND = Operation(__package__, "torch", "numba")
@@ -34,6 +34,25 @@ def attend_blocks(
         impl: "torch" or "numba", see `implementations`.
     """
     ATTEND.pick(impl, query.device, query.dtype).attend(query, out, cache, pages, scores, count, scale)
+
+
+def attend_bounded(
+    query: Tensor,
+    out: Tensor,
+    layer: BoundedPages,
+    pages: StepPages,
+    count: Any,
+    scale: float,
+    impl: str | None = None,
+) -> None:
+    """Write what `attend_blocks` does with the scores of `page_bounds.dispatch.page_scores_at`.
+
+    Args:
+        query, out, count, scale, impl: see `attend_blocks`.
+        layer: of the query's dtype.
+        pages: whose entries are pages.
+    """
+    ATTEND.pick(impl, query.device, query.dtype).attend_bounded(query, out, layer, pages, count, scale)
 
 
 def attend_rows(

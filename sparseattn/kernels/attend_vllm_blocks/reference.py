@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
+from sparseattn.kernels.page_bounds.dispatch import page_scores_at
 from sparseattn.kernels.topk.dispatch import best
 
 
@@ -30,6 +31,15 @@ def attend(
             own = slice(s * share, (s + 1) * share)
             weights = torch.softmax(query[token, own].to(wide) @ k[:rows].to(wide).mT * scale, -1)
             out[token, own] = (weights @ v[:rows].to(wide)).to(out.dtype)
+
+
+def attend_bounded(query: Tensor, out: Tensor, layer: BoundedPages, pages: StepPages, count: Any, scale: float) -> None:
+    """As `dispatch.attend_bounded`."""
+    heads = layer.cache.packed.shape[1]
+    grouped = query[pages.tokens].unflatten(1, (heads, -1))
+    voted = layer.voted
+    scores = page_scores_at(grouped, voted.bounds, pages.table, voted.group, "torch", voted.temperature)
+    attend(query, out, layer.cache, pages, scores, count, scale)
 
 
 def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, ids: Tensor, scale: float) -> None:

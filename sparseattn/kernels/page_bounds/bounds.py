@@ -22,3 +22,18 @@ class PageBounds:
     maximum: Tensor
     valid: Tensor | None = None
     step: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VotedBounds:
+    """Bounds in a store, and how a query group votes by them, see `dispatch.page_scores_at`.
+
+    Args:
+        bounds: of pages.
+        group: "sum", "max" or "each".
+        temperature: what bounds of logits are divided by.
+    """
+
+    bounds: PageBounds
+    group: str
+    temperature: float

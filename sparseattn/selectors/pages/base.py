@@ -19,6 +19,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch, Scan
+from sparseattn.kernels.page_bounds.bounds import VotedBounds
 from sparseattn.kernels.topk.dispatch import best_pages, best_rows
 from sparseattn.selectors.abilities import EstimatesMass, SharesScores
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
@@ -101,6 +102,16 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
         place = table.long().clamp(min=0)
         own = {name: entries[place].transpose(1, 2) for name, entries in store.items()}
         return self.scores(query, own, table >= 0)
+
+    def bounds_at(self, store: Entries, size: int) -> VotedBounds | None:
+        """Return the bounds by which `scores_at` scores pages, so that a kernel may choose and attend at once; None:
+        its scores are other ones.
+
+        Args:
+            store: name -> `[entries,H,..]`.
+            size: D.
+        """
+        return None
 
     def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
         """Return the `count` pages with the highest `scores_at`, counted over the table's entries.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.kernels.page_bounds.bounds import PageBounds
+from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores, page_scores_at
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -110,6 +110,11 @@ class Quest(PageSelector):
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
         bounds = PageBounds(store["low"], store["high"])
         return page_scores_at(query, bounds, table, self.group, temperature=self.temperature(query.shape[-1]))
+
+    def bounds_at(self, store: Entries, size: int) -> VotedBounds | None:
+        bounds = PageBounds(store["low"], store["high"])
+        voted = VotedBounds(bounds, self.group, self.temperature(size))
+        return None if self.int8 or self.group == "softmax" else voted
 
     def bytes_once(self, query: Tensor) -> int:
         return 4 * query.shape[3] if self.int8 else 0

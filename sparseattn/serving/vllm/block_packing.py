@@ -1,4 +1,4 @@
-"""How vLLM's CPU cache packs its blocks, and the compiling of what reads them."""
+"""How vLLM's CPU cache packs its blocks, seen by what it writes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from sparseattn.kernels.attend_vllm_blocks import blocks
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
-from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_rows
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.serving.vllm import adapters
-from sparseattn.serving.vllm.page_tables import PageZones
 
 
 def packing_of(layer: Any, dtype: torch.dtype, heads: int, block: int, size: int) -> str:
@@ -31,23 +29,3 @@ def packing_of(layer: Any, dtype: torch.dtype, heads: int, block: int, size: int
     raise ValueError(
         f"the packing of vLLM's cache with {dtype} is not known: sparseattn reads {' and '.join(blocks.PACKINGS)}"
     )
-
-
-def warm_up(
-    dtype: torch.dtype, packing: str, queries: int, heads: int, block: int, size: int, zones: PageZones, single: bool
-) -> None:
-    """Compiles what a step runs, for this engine's dtype: it takes seconds the first time.
-
-    Args:
-        single: whether single rows are chosen.
-    """
-    cache = torch.zeros(1, heads, block, 2 * size, dtype=dtype)
-    query = torch.zeros(1, queries, size, dtype=dtype)
-    place = torch.zeros(1, 1, dtype=torch.int32)
-    scores = torch.zeros(1, heads, zones.unit // zones.page)
-    tails = torch.ones(1, dtype=torch.int32)
-    pages = StepPages(zones.page, zones.unit, place, place, tails, torch.zeros(1, dtype=torch.int64))
-    attend_blocks(query, torch.empty_like(query), BlockCache(cache, packing), pages, scores, 1, 1.0)
-    if single:
-        ids = torch.zeros(1, heads, 1, dtype=torch.int32)
-        attend_rows(query, torch.empty_like(query), BlockCache(cache, packing), pages, ids, 1.0)

@@ -14,6 +14,9 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from sparseattn.core.activity import NAMES, Activity, LayerActivity, added
 
@@ -30,7 +33,8 @@ class Counter:
         path = folder / f"{os.getpid()}.counts"  # there already where a process of this number has ended
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(LAYERS * LAYER.size)
-            self._counts = memoryview(mmap.mmap(file.fileno(), LAYERS * LAYER.size)).cast("q")
+            counts = np.frombuffer(mmap.mmap(file.fileno(), LAYERS * LAYER.size), np.int64)
+        self._layers: Any = counts.reshape(LAYERS, len(NAMES))
 
     @classmethod
     def of_process(cls) -> Counter:
@@ -43,7 +47,11 @@ class Counter:
     def add(self, layer: int, **counts: int) -> None:
         """Add to counts of a layer by name."""
         for name, count in counts.items():
-            self._counts[layer * len(NAMES) + _PLACES[name]] += count
+            self._layers[layer, _PLACES[name]] += count
+
+    def add_all(self, layer: int, counts: Any) -> None:
+        """Add to all counts of a layer, `[7]` int64 in the order of `core.activity.NAMES`."""
+        self._layers[layer] += counts
 
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}

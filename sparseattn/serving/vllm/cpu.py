@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from sparseattn.core.context import Heads, LayerContext
 from sparseattn.kernels.attend_vllm_blocks import cpu_tables
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_rows
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.serving.vllm import adapters, break_even, mismatch, per_request, self_test
@@ -40,7 +40,7 @@ from sparseattn.serving.vllm.adapters import (
     get_current_vllm_config,
     logger,
 )
-from sparseattn.serving.vllm.block_packing import packing_of, warm_up
+from sparseattn.serving.vllm.block_packing import packing_of
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
@@ -136,7 +136,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             return
         try:
             self._fit(settings)
-            self_test.check(self)
+            self_test.check(self)  # compiles what a step runs, too
             if settings.measured:
                 self.settings = settings = break_even.measured(self)
         except Exception as error:  # whatever calls of another vLLM than those known end with
@@ -155,7 +155,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self.settings = settings if self.sparse else None
 
     def _fit(self, settings: Settings) -> None:
-        """Fits the tables and layers to the cache, and compiles what a step runs."""
+        """Fits the tables and layers to the cache."""
         page, unit = settings.shape
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         layer = next(layer for layer in self.layers.values() if layer.impl in self.sparse)
@@ -165,10 +165,6 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         for impl in self.sparse:
             impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
             impl.near = zone_page
-        warm_up(
-            self.dtype, self.packing, self.num_heads, self.num_kv_heads, self.block, self.head_dim, self.zones,
-            single=page == 1,
-        )  # fmt: skip
         self.indexed = any(isinstance(impl.selector, PageSelector) for impl in self.sparse)
 
     def _say(self, settings: Settings, why: dict[str, str | None]) -> None:
@@ -314,6 +310,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         """See `SparseCPUBuilder.use`; `dense`: why it stays so, None where it is sparse from now on; `heads`: which of
         the layer's it has, None for all."""
         self.store: Store | None = None
+        self.cache: BlockCache | None = None
         self.packing = ""
         self.sparse = settings is not None and dense is None
         self.full = self.sparse or dense in (EARLY, PLANNED, UNFIT)
@@ -360,22 +357,24 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             self.counter.add(self.index, dense_steps=1)
         if served is None:
             return output
-        heads, size = self.num_kv_heads, self.head_size
-        queries = query[: served.count] if served.in_order else query[served.tokens]
-        grouped = queries.view(served.count, heads, -1, size)
-        pages = StepPages(self.near, self.unit, served.table, served.always, served.tails, served.tokens)
-        cache = BlockCache(kv_cache, self.packing)
+        pages, cache = served.pages(self.near, self.unit), self._rows_of(kv_cache)
         if self.store is None:
-            scores = torch.empty(served.count, heads, 0)
+            scores = torch.empty(served.count, self.num_kv_heads, 0)
             attend_blocks(query, output, cache, pages, scores, self.pages, self.scale)
         elif self.single:
-            ids = self._rows(grouped, served)
+            queries = query[: served.count] if served.in_order else query[served.tokens]
+            ids = self._rows(queries.view(served.count, self.num_kv_heads, -1, self.head_size), served)
             attend_rows(query, output, cache, pages, ids, self.scale)
         else:
-            scores = self.store.scores(grouped, served.table)
-            attend_blocks(query, output, cache, pages, scores, served.most(self.page, self.pages), self.scale)
-        self._count(served, kv_cache, grouped)
+            self.store.attend(query, output, cache, pages, served.most(self.page, self.pages), self.scale)
+        self._count(served, kv_cache)
         return output
+
+    def _rows_of(self, kv_cache: Tensor) -> BlockCache:
+        """Return the layer's rows, the same object as long as they lie where they lay."""
+        if self.cache is None or self.cache.packed.data_ptr() != kv_cache.data_ptr():
+            self.cache = BlockCache(kv_cache, self.packing)
+        return self.cache
 
     def _rows(self, grouped: Tensor, served: ServedRequests) -> Tensor:
         """`[R,Hs,S]`: the rows that the requests choose, see `Store.best`; those of one budget together."""
@@ -405,22 +404,16 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         why = f"a layer's cache is of shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}, not {own}"
         mismatch.met(self.on_mismatch, ValueError(why))
 
-    def _count(self, served: ServedRequests, kv_cache: Tensor, queries: Tensor) -> None:
-        heads, row = self.num_kv_heads, 2 * self.head_size * kv_cache.element_size()
+    def _count(self, served: ServedRequests, kv_cache: Tensor) -> None:
         if self.entry is None:
-            self.entry = entry_bytes(self.selector, heads, self.head_size, kv_cache.dtype)
-            once = self.selector.bytes_once(queries) if isinstance(self.selector, PageSelector) else 0
-            self.once = once * heads
-        read, stored = served.read(self.page, self.pages), served.held
+            heads, size = self.num_kv_heads, self.head_size
+            self.entry = entry_bytes(self.selector, heads, size, kv_cache.dtype)
+            query = kv_cache.new_empty(1, heads, self.num_heads // heads, size)
+            once = self.selector.bytes_once(query) if isinstance(self.selector, PageSelector) else 0
+            self.row, self.once = 2 * heads * size * kv_cache.element_size(), once * heads
         assert self.counter is not None
-        self.counter.add(
-            self.index,
-            sparse_steps=served.count,
-            rows_read=read,
-            rows_held=stored,
-            bytes_read=read * heads * row + served.entries(self.unit) * self.entry + served.count * self.once,
-            bytes_held=stored * heads * row,
-        )
+        counts = served.counts(self.page, self.pages, self.unit, self.row, self.entry, self.once)
+        self.counter.add_all(self.index, counts)
 
     def index_of(self, kv_cache: Tensor) -> Store:
         """Beside a cache, which is there with the first call."""

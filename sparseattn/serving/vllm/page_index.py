@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.pages.base import PageSelector
 
@@ -29,6 +32,8 @@ class Store:
             name: torch.zeros(heads, places, *part.shape[3:], dtype=part.dtype, device=device).transpose(0, 1)
             for name, part in entry.items()  # a head's lie one after the other: who scores them reads head by head
         }
+        self.voted = selector.bounds_at(self.entries, size)
+        self._bounded: BoundedPages | None = None
 
     @property
     def nbytes(self) -> int:
@@ -45,6 +50,17 @@ class Store:
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
         """`PageSelector.scores_at` of these entries."""
         return self.selector.scores_at(query, self.entries, table)
+
+    def attend(self, query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, count: Any, scale: float) -> None:
+        """Choose pages and attend to them, in one call where the method's scores are bounds, see `attend_blocks`."""
+        if self.voted is not None:
+            if self._bounded is None or self._bounded.cache is not cache:
+                self._bounded = BoundedPages(cache, self.voted)
+            attend_bounded(query, out, self._bounded, pages, count, scale)
+            return
+        tokens = query if len(pages.tokens) == len(query) else query[pages.tokens]
+        scores = self.scores(tokens.unflatten(1, (cache.packed.shape[1], -1)), pages.table)
+        attend_blocks(query, out, cache, pages, scores, count, scale)
 
     def best(self, query: Tensor, table: Tensor, count: int) -> Tensor:
         """`PageSelector.best_at` of these entries."""

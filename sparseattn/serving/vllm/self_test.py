@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
+from sparseattn.core.activity import NAMES
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
 from sparseattn.kernels.topk.dispatch import best
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.serving.vllm import adapters
@@ -150,6 +152,14 @@ class RankedIndex:
         self.last = ranks.masked_fill(scores.isneginf(), -torch.inf)
         return self.last
 
+    def attend(self, query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, count: int, scale: float) -> None:
+        grouped = query[pages.tokens].unflatten(1, (cache.packed.shape[1], -1))
+        if self.store.voted is None:
+            attend_blocks(query, out, cache, pages, self.scores(grouped, pages.table), count, scale)
+            return
+        self.store.attend(query, out, cache, pages, count, scale)
+        self.last = self.store.scores(grouped, pages.table)
+
     def best(self, query: Tensor, table: Tensor, count: int) -> Tensor:
         self.ids = self.store.best(query, table, count).long()
         return self.ids.int()
@@ -164,6 +174,9 @@ class Counts:
 
     def __init__(self) -> None:
         self.sparse = 0
+
+    def add_all(self, layer: int, counts: Any) -> None:
+        self.sparse += int(counts[NAMES.index("sparse_steps")])
 
     def add(self, layer: int, sparse_steps: int = 0, **others: int) -> None:
         self.sparse += sparse_steps

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from sparseattn.core.activity import NAMES
+from sparseattn.kernels.attend_vllm_blocks.blocks import StepPages
 
 
 @dataclass
@@ -24,7 +26,7 @@ class ServedRequests:
         choice, near: `[R]`, rows to choose from, and rows that a KV head reads in any case.
         rows: `[R]`, of each.
         budgets: `[R]`, rows that each asks for instead of the engine's budget, -1 for none; None: none does.
-        known: what `read` said of other layers.
+        known: what was made for other layers of the step.
     """
 
     tokens: Tensor
@@ -38,7 +40,7 @@ class ServedRequests:
     near: Any
     rows: Any
     budgets: Any = None
-    known: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def entries(self, unit: int) -> int:
         """Entries of the index, of `unit` rows, that all requests score."""
@@ -57,8 +59,29 @@ class ServedRequests:
         """`[R]`: rows that a KV head of a layer reads, which chooses `pages` at most."""
         return np.minimum(self.choice // page, self.most(page, pages)) * page + self.near
 
-    def read(self, page: int, most: int) -> int:
-        """Rows that a KV head of a layer reads, of all requests, which chooses `most` pages of `page` rows at most."""
-        if (page, most) not in self.known:
-            self.known[page, most] = int(self.read_each(page, most).sum())
-        return self.known[page, most]
+    def pages(self, page: int, unit: int) -> StepPages:
+        """Return what layers may read whose pages have `page` rows and whose entries have `unit`."""
+        if (pages := self.known.get((page, unit))) is None:
+            pages = self.known[page, unit] = StepPages(page, unit, self.table, self.always, self.tails, self.tokens)
+        return pages
+
+    def counts(self, page: int, pages: int, unit: int, row: int, entry: int, once: int) -> Any:
+        """Return the counts of a layer that serves the step, `[7]` int64 of numpy, in the order of `activity.NAMES`.
+
+        Args:
+            page, pages: rows of a page, and pages that a layer chooses at most.
+            unit: rows of an entry.
+            row, entry, once: bytes of a row of keys and values, of an entry, and of what a query reads once.
+        """
+        key = page, pages, unit, row, entry, once
+        if (counts := self.known.get(key)) is None:
+            read, held = int(self.read_each(page, pages).sum()), self.held
+            named = {
+                "sparse_steps": self.count,
+                "rows_read": read,
+                "rows_held": held,
+                "bytes_read": read * row + self.entries(unit) * entry + self.count * once,
+                "bytes_held": held * row,
+            }
+            counts = self.known[key] = np.array([named.get(name, 0) for name in NAMES], np.int64)
+        return counts

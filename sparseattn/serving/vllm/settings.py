@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -145,7 +146,7 @@ class Settings:
         """The method with its budget."""
         return f"{self.selector}, budget {self.budget}" if self.layers is None else self.called
 
-    @property
+    @functools.cached_property  # every step asks, and the methods of all layers are made to say it
     def shape(self) -> tuple[int, int]:
         """Rows of a page and of an entry of the index.
 
