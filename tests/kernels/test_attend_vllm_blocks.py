@@ -216,3 +216,20 @@ def test_bounds_of_another_dtype_or_entry_are_refused() -> None:
         layer = BoundedPages(cache, VotedBounds(PageBounds(low, low), "sum", 8.0))
         with pytest.raises(ValueError, match=why):
             attend_bounded(made["query"], out, layer, pages, 3, 0.1, impl="numba")
+
+
+def test_a_step_with_nothing_to_choose_reads_what_it_reads_in_any_case() -> None:
+    """A budget of no page, and no page to choose from; and layers of other heads in the same step."""
+    made = case(torch.bfloat16, 64, 64, 32, 32)
+    cache = packed(made.pop("keys"), made.pop("values"), "columns")
+    low = torch.randn(48, H, 64).bfloat16()
+    one_head = BlockCache(cache.packed[:, :1].contiguous(), "columns")
+    for table, count in ((made["table"], 0), (made["table"][:, :0], 3), (made["table"], 2)):
+        pages = StepPages(32, 32, table, *(made[name] for name in ("always", "tails", "tokens")))
+        for rows, bounds in ((cache, PageBounds(low, low)), (one_head, PageBounds(low[:, :1], low[:, :1]))):
+            outs = [torch.zeros_like(made["query"]) for _ in range(2)]
+            layer = BoundedPages(rows, VotedBounds(bounds, "sum", 8.0))
+            for out, impl in zip(outs, ("torch", "numba"), strict=True):
+                attend_bounded(made["query"], out, layer, pages, count, 0.1, impl=impl)
+            torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+            assert outs[0].any()

@@ -171,10 +171,15 @@ class Place:
         numbers: addresses of rows, minima and maxima, then the steps of block and head, and of head and page in both
             bounds, int64.
         kind: see `array_at`.
+        group: query heads of a KV head.
+        key: what else a form depends on, beside the step and the budget.
     """
 
-    def __init__(self, layer: BoundedPages, scale: float) -> None:
+    def __init__(self, layer: BoundedPages, scale: float, queries: int) -> None:
+        """Look a layer up; `queries`: query heads."""
         packed, voted = layer.cache.packed, layer.voted
+        heads, size, block = packed.shape[1], layer.cache.size, layer.cache.block
+        self.group, self.key = queries // heads, (queries, heads, size, block, layer.cache.packing, voted.group)
         low, high = voted.bounds.minimum, voted.bounds.maximum
         if not packed.dtype == low.dtype == high.dtype:
             raise ValueError(f"bounds are of the rows' dtype {packed.dtype}, got {low.dtype} and {high.dtype}")
@@ -188,10 +193,10 @@ class Place:
 def attend_bounded(query: Tensor, out: Tensor, layer: BoundedPages, pages: StepPages, count: Any, scale: float) -> None:
     """As `dispatch.attend_bounded`."""
     if (place := layer.prepared.get(scale)) is None:
-        place = layer.prepared[scale] = Place(layer, scale)
-    key = (count if isinstance(count, int) else count.tobytes()), layer.voted.group
+        place = layer.prepared[scale] = Place(layer, scale, query.shape[1])
+    key = (count if isinstance(count, int) else count.tobytes()), place.key
     if (form := pages.forms.get(key)) is None:
-        form = pages.forms[key] = Form(pages, layer, query.shape[1] // layer.cache.packed.shape[1], count)
+        form = pages.forms[key] = Form(pages, layer, place.group, count)
     with ONE_AT_A_TIME:
         threads = use_threads(form.work, STEP)
         splits = max(1, min(-(-PARTS * threads // form.lists), form.rows // PART_ROWS))
