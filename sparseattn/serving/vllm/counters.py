@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sparseattn.core.activity import NAMES, Activity, LayerActivity, added
 
 FOLDER = "SPARSEATTN_VLLM_COUNTS"  # environment variable: where the files are
@@ -29,6 +27,8 @@ class Counter:
     """This process's counts."""
 
     def __init__(self) -> None:
+        import numpy as np  # not needed by those who only read counts, such as the help of commands
+
         folder = Path(os.environ[FOLDER])
         path = folder / f"{os.getpid()}.counts"  # there already where a process of this number has ended
         with path.open("r+b" if path.exists() else "w+b") as file:
