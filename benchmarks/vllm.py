@@ -232,12 +232,13 @@ def short_steps(engine: Any, turns: Turns, batch: int, steps: int, vocabulary: i
     return {"tokens": SHORT, "batch": batch, "seconds": spread(seconds)}
 
 
-def removed(one: dict[str, Any], short: dict[str, Any]) -> float:
-    """Return the share of the time of stock's attention that sparse attention saves, by medians."""
+def removed(one: dict[str, Any], short: dict[str, Any]) -> float | None:
+    """Return the share of the time of stock's attention that sparse attention saves, by medians; None
+    where stock's steps take no longer than those of short sequences."""
     base, stock, sparse = (
         seconds["median"] for seconds in (short["seconds"], one["seconds"]["stock"], one["seconds"]["sparse"])
     )
-    return round((stock - sparse) / (stock - base), 4)
+    return round((stock - sparse) / (stock - base), 4) if stock > base else None
 
 
 def prefill(engine: Any, turns: Turns, tokens: int, times: int, vocabulary: int, say: Callable[[], None]) -> Any:
@@ -364,7 +365,7 @@ def tables(record: dict[str, Any]) -> Iterator[Table]:
             str(one["batch"]),
             *(f"{ms:.1f}" for ms in medians),
             f"{one['speed_up']['median']:.2f}",
-            f"{one['attention_removed']:.0%}",
+            "-" if one["attention_removed"] is None else f"{one['attention_removed']:.0%}",
             *(f"{one['tokens_a_second'][kind]:.1f}" for kind in ("stock", "sparse")),
         )
     yield table

@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparseattn.core.context import LayerContext
 from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, BoundedPages, StepPages
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded, attend_rows
 from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores_at
+from sparseattn.selectors.pages.base import Entries, PageSelector
+from sparseattn.selectors.pages.mean import Mean
+from sparseattn.selectors.pages.quest import Quest
+from sparseattn.serving.vllm.page_index import Store
 
 H, G = 2, 3
 
@@ -233,3 +238,37 @@ def test_a_step_with_nothing_to_choose_reads_what_it_reads_in_any_case() -> None
                 attend_bounded(made["query"], out, layer, pages, count, 0.1, impl=impl)
             torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
             assert outs[0].any()
+
+
+class Recent(Quest):
+    """Prefers late pages, which bounds do not say."""
+
+    def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
+        return super().scores_at(query, store, table) + 1e3 * torch.arange(table.shape[1])
+
+
+class Wide(Quest):
+    """Keeps bounds of another dtype than its rows'."""
+
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        return {name: part.float() for name, part in super().entries(keys).items()}
+
+
+@pytest.mark.parametrize(
+    ("selector", "bounded"),
+    [(Quest(16), True), (Quest(16, "softmax"), False), (Recent(16), False), (Wide(16), False), (Mean(16), False)],
+    ids=repr,
+)
+def test_only_quests_own_scores_are_taken_for_bounds(selector: PageSelector, bounded: bool) -> None:
+    """What else a method says by `scores_at` is followed."""
+    made = case(torch.bfloat16, 64, 64, 16, 16)
+    cache = packed(made.pop("keys").nan_to_num(), made.pop("values").nan_to_num(), "columns")
+    store = Store(selector.for_layer(LayerContext(0)), 24 * 4, H, 64, torch.bfloat16, torch.device("cpu"))
+    store.update(torch.arange(24 * 4), cache.keys(torch.arange(24 * 4), 16))
+    assert (store.voted is not None) == bounded
+    pages = StepPages(16, 16, *(made[name] for name in ("table", "always", "tails", "tokens")))
+    out, expected = torch.zeros_like(made["query"]), torch.zeros_like(made["query"])
+    store.attend(made["query"], out, cache, pages, 2, 0.1)
+    scores = store.scores(made["query"][made["tokens"]].unflatten(1, (H, G)), pages.table)
+    attend_blocks(made["query"], expected, cache, pages, scores, 2, 0.1)
+    assert torch.equal(out, expected)

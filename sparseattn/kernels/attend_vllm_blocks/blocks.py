@@ -95,9 +95,9 @@ class BoundedPages:
     Args:
         cache: the rows.
         voted: bounds `[places,H,D]` of the cache's dtype, by place in the cache.
-        prepared: what compiled code was told of the layer, for later steps, by the factor of logits.
+        prepared: what compiled code was told of the layer, for later steps, by the factor of logits and query heads.
     """
 
     cache: BlockCache
     voted: VotedBounds
-    prepared: dict[float, Any] = field(default_factory=dict)
+    prepared: dict[tuple[float, int], Any] = field(default_factory=dict)

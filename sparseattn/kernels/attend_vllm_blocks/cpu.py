@@ -32,8 +32,8 @@ FEW = 1 << 14  # scores of which one thread finds the best in less time than it 
 def _attend(queries, blocks, form, paired, tables, scores, limits, ids, sums, outs):
     """Attend to blocks; queries: flat, with the step from token to token, how many share a list, their size and the
     factor of logits; blocks: flat, with the steps of block and head, and how many KV heads there are; form: see
-    `_part`; tables: always `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`, pages
-    chosen of each token's lists; ids `[R*Hs,S]`, to be filled; sums: acc `[R*Hs,splits,share*D]`, peak and total
+    `page_part`; tables: always `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`,
+    pages chosen of each token's lists; ids `[R*Hs,S]`, to be filled; sums: acc `[R*Hs,splits,share*D]`, peak and total
     `[..,share]`; outs: flat, with the step from token to token."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads), (out, out_step) = (
         queries,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numba import prange
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import KINDS, LOG2E, array_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, STEP, use_threads
-from sparseattn.kernels.page_bounds.cpu import _halves, _pages
+from sparseattn.kernels.page_bounds.cpu import PAGES, _halves, _pages
 
 FEW = 1 << 18  # multiplications of bounds that one thread makes in less time than it takes to wake another
 MANY = 1 << 48  # numbers of an array whose end nobody asks for
@@ -36,7 +37,7 @@ class Form:
         numbers: int64, in the order in which `_attend_bounded` reads them.
         lists: of pages, of all tokens.
         rows: that a list has at most.
-        work: multiplications of the attention.
+        work, scoring: multiplications of the attention, and of the scores.
     """
 
     def __init__(self, pages: StepPages, layer: BoundedPages, group: int, count: Any) -> None:
@@ -49,8 +50,11 @@ class Form:
         tables = tuple(part.contiguous() for part in (pages.table, pages.always, pages.tails, pages.tokens))
         self.held = limits, tables  # addresses hold nothing
         most = int(limits.max(initial=0))
+        if [part.dtype for part in tables] != [torch.int32, torch.int32, torch.int32, torch.int64]:
+            raise ValueError(f"tables are of int32 and tokens of int64, got {[part.dtype for part in tables]}")
         self.lists, self.rows = served * heads * (group if each else 1), (most + nearby) * pages.page
         self.work = 4 * self.rows * served * heads * group * size
+        self.scoring = 2 * served * heads * (1 if layer.voted.group == "sum" else group) * size * listed
         self.numbers = np.array(
             [
                 served, heads, group, size, layer.cache.block, pages.page, listed, nearby, most,
@@ -73,20 +77,21 @@ def _halved(query, query_step, tokens, group, root, summed, halves):
 
 
 @njit
-def _chosen(form, halves, bounds, table, limits, which, scores, ids):
-    """Fill in the pages of a list.
+def _scored(form, halves, bounds, table, unit, scores):
+    """Score up to `PAGES` pages of a KV head.
 
     form: KV heads, query heads of each, pages listed, and whether each query head has a list; halves: of each
-    KV head, `[2,R*H,..]`; bounds: those of the layer with their steps; scores, ids: of all lists.
+    KV head, `[2,R*H,..]`; bounds: those of the layer with their steps; unit: KV head and chunk in one number; scores:
+    of all lists.
     """
     (heads, group, listed, each), (low, high, layer) = form, bounds
+    chunks = (listed + PAGES - 1) // PAGES
+    which, first = unit // chunks, unit % chunks * PAGES
     r, h = which // heads, which % heads
-    lists = group if each else 1
     lows, highs = (low, h * layer[5], layer[6]), (high, h * layer[7], layer[8])
-    names, outs = (table, r * listed, True), (scores, which * lists * listed, listed)
-    _pages((halves[0, which], halves[1, which]), lows, highs, names, 0, listed, each, outs)
-    for g in range(which * lists, (which + 1) * lists):
-        best_within(scores[g * listed : (g + 1) * listed], ids[g], limits[r])
+    names, outs = (table, r * listed, True), (scores, which * (group if each else 1) * listed, listed)
+    up_down = halves[0, which], halves[1, which]
+    _pages(up_down, lows, highs, names, first, min(listed, first + PAGES), each, outs)
 
 
 @njit
@@ -146,12 +151,17 @@ def _attend_bounded(kind, query_at, query_step, out_at, out_step, layer, scale, 
     _halved(query, query_step, tokens, group, root, summed, halves)
     bounds = low, high, layer
     told = heads, group, listed, each
+    units = many * ((listed + PAGES - 1) // PAGES)
     if 2 * many * (1 if summed else group) * size * listed < FEW:
-        for which in range(many):
-            _chosen(told, halves, bounds, table, limits, which, scores, ids)
+        for unit in range(units):
+            _scored(told, halves, bounds, table, unit, scores)
+        for which in range(lists):
+            best_within(scores[which * listed : (which + 1) * listed], ids[which], limits[which // (heads * per)])
     else:
-        for which in prange(many):
-            _chosen(told, halves, bounds, table, limits, which, scores, ids)
+        for unit in prange(units):
+            _scored(told, halves, bounds, table, unit, scores)
+        for which in prange(lists):
+            best_within(scores[which * listed : (which + 1) * listed], ids[which], limits[which // (heads * per)])
     acc = np.empty((lists, splits, share * size), np.float32)
     peak = np.empty((lists, splits, share), np.float32)
     total = np.empty((lists, splits, share), np.float32)
@@ -192,13 +202,13 @@ class Place:
 
 def attend_bounded(query: Tensor, out: Tensor, layer: BoundedPages, pages: StepPages, count: Any, scale: float) -> None:
     """As `dispatch.attend_bounded`."""
-    if (place := layer.prepared.get(scale)) is None:
-        place = layer.prepared[scale] = Place(layer, scale, query.shape[1])
+    if (place := layer.prepared.get((scale, query.shape[1]))) is None:
+        place = layer.prepared[scale, query.shape[1]] = Place(layer, scale, query.shape[1])
     key = (count if isinstance(count, int) else count.tobytes()), place.key
     if (form := pages.forms.get(key)) is None:
         form = pages.forms[key] = Form(pages, layer, place.group, count)
     with ONE_AT_A_TIME:
-        threads = use_threads(form.work, STEP)
+        threads = use_threads(max(form.work, form.scoring), STEP)
         splits = max(1, min(-(-PARTS * threads // form.lists), form.rows // PART_ROWS))
         _attend_bounded(
             place.kind, query.data_ptr(), query.stride(0), out.data_ptr(), out.stride(0), place.numbers, place.scale,

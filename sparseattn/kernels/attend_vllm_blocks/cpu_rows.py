@@ -40,8 +40,8 @@ MOST = 32  # rows of a tile: which of them are read fits a word
 def _listed(ids, form, reads, marks, places, masks):
     """List the tiles of which rows are read, and which rows of each; returns how many.
 
-    ids: chosen rows of the table, -1 for none; form: rows of a tile and tiles of an entry; reads: see `cpu._part`;
-    marks: `[E*per]` of zeros, to be filled; places, masks: to be filled.
+    ids: chosen rows of the table, -1 for none; form: rows of a tile and tiles of an entry; reads: see
+    `cpu_part.page_part`; marks: `[E*per]` of zeros, to be filled; places, masks: to be filled.
     """
     (tile, per), (always, tail, table) = form, reads
     bit, whole, count = np.uint64(1), (np.uint64(1) << np.uint64(tile)) - np.uint64(1), 0
@@ -94,7 +94,7 @@ def _runs(paired, values, weighed, sums, mask, tile):
 def _rows_part(paired, queries, blocks, form, listed, sums):
     """Attention of a list's query heads over some of its tiles.
 
-    queries, blocks, sums: see `cpu._part`; form: rows of a block and of a tile; listed: places and masks.
+    queries, blocks, sums: see `cpu_part.page_part`; form: rows of a block and of a tile; listed: places and masks.
     """
     (query, q, share, size, scale), (cache, block_step, base), (block, tile) = queries, blocks, form
     (places, masks), (acc, peak, total) = listed, sums

@@ -112,9 +112,9 @@ class Quest(PageSelector):
         return page_scores_at(query, bounds, table, self.group, temperature=self.temperature(query.shape[-1]))
 
     def bounds_at(self, store: Entries, size: int) -> VotedBounds | None:
-        bounds = PageBounds(store["low"], store["high"])
-        voted = VotedBounds(bounds, self.group, self.temperature(size))
-        return None if self.int8 or self.group == "softmax" else voted
+        if self.int8 or self.group == "softmax" or type(self).scores_at is not Quest.scores_at:
+            return None
+        return VotedBounds(PageBounds(store["low"], store["high"]), self.group, self.temperature(size))
 
     def bytes_once(self, query: Tensor) -> int:
         return 4 * query.shape[3] if self.int8 else 0

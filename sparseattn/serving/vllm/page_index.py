@@ -32,7 +32,9 @@ class Store:
             name: torch.zeros(heads, places, *part.shape[3:], dtype=part.dtype, device=device).transpose(0, 1)
             for name, part in entry.items()  # a head's lie one after the other: who scores them reads head by head
         }
-        self.voted = selector.bounds_at(self.entries, size)
+        voted = selector.bounds_at(self.entries, size)
+        fits = voted is not None and selector.unit == selector.page and voted.bounds.minimum.dtype == dtype
+        self.voted = voted if fits else None
         self._bounded: BoundedPages | None = None
 
     @property

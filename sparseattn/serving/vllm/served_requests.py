@@ -53,7 +53,9 @@ class ServedRequests:
 
     def most(self, page: int, pages: int) -> Any:
         """Pages of `page` rows that each request chooses at most, `[R]` or one number, by an engine's `pages`."""
-        return pages if self.budgets is None else np.where(self.budgets < 0, pages, self.budgets // page)
+        if self.budgets is None or pages == 0:  # a window chooses none
+            return pages
+        return np.where(self.budgets < 0, pages, self.budgets // page)
 
     def read_each(self, page: int, pages: int) -> Any:
         """`[R]`: rows that a KV head of a layer reads, which chooses `pages` at most."""
