@@ -34,7 +34,7 @@ from rich.table import Table
 from benchmarks import records
 from benchmarks.measure import spread
 from benchmarks.records import RESULTS
-from benchmarks.vllm_parts import Parts
+from benchmarks.vllm_parts import PARTED, clocked_parts, parts_table
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
 from sparseattn.cost_model.environment import features, machine, versions
@@ -42,7 +42,6 @@ from sparseattn.serving.vllm.defaults import SELECTOR
 
 CHUNK = 2048  # tokens of a step, at most
 WARM = 4  # steps of each kind that do not count
-PARTED = 20  # steps of each kind whose parts are clocked
 SHORT = 64  # tokens of the sequences whose attention takes next to nothing
 SHAPE: dict[str, Any] = {  # of the random model
     "vocab_size": 32_000,
@@ -203,21 +202,6 @@ def end_requests(engine: Any, name: str, batch: int) -> None:
         engine.step()
 
 
-def clocked_parts(engine: Any, turns: Turns, layers: int) -> dict[str, Any]:
-    """Microseconds of a sparse layer by part, `Parts.of_layers`, and of a layer of stock."""
-    both = {"stock": Parts(), "sparse": Parts()}
-    for number in range(2 * PARTED):
-        turns.kind = ("stock", "sparse")[number % 2]
-        parts = both[turns.kind]
-        with parts.installed():
-            parts.clocked("step", engine.step)()
-    stock = both["stock"]
-    tables = round(1e6 * stock.seconds["tables"] / PARTED, 1)
-    rows: dict[str, Any] = both["sparse"].of_layers(PARTED, layers) if layers else {}
-    layer = round(1e6 * stock.seconds["stock"] / max(1, stock.calls["stock"]), 1)
-    return {**rows, "stock": layer, "stock_tables": tables}
-
-
 def short_steps(engine: Any, turns: Turns, batch: int, steps: int, vocabulary: int) -> dict[str, Any]:
     """Steps of stock with sequences so short that attention takes next to nothing: what no attention can save."""
     turns.kind = "stock"
@@ -370,16 +354,7 @@ def tables(record: dict[str, Any]) -> Iterator[Table]:
         )
     yield table
     if any("parts" in one for one in record["decode"]):
-        table = Table(title="microseconds of a sparse layer, and of a step's tables", box=SIMPLE_HEAD)
-        table.add_column("selector")
-        columns = ("stock", "layer", "choosing", "attending", "both", "counting", "around", "tables")
-        for column in ("context", "batch", *columns, "compiled"):
-            table.add_column(column, justify="right")
-        for one in record["decode"]:
-            times = [f"{one['parts'].get(column, 0):,.0f}" for column in columns]
-            kernels = sum(one["parts"].get("kernels", {}).values())
-            table.add_row(one["selector"], f"{one['context']:,}", str(one["batch"]), *times, f"{kernels:,.0f}")
-        yield table
+        yield parts_table(record["decode"])
     if record["prefill"]:
         table = Table(title="prefill", box=SIMPLE_HEAD)
         for column in ("tokens", "stock s", "sparse s", "times as long"):

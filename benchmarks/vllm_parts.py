@@ -14,6 +14,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+PARTED = 20  # steps of each kind whose parts are clocked
+
 
 class Parts:
     """Seconds of a step by part: `step` whole, `tables` of all layers, and the layers' own.
@@ -105,3 +110,38 @@ def compiled() -> list[tuple[Any, str, str]]:
             if getattr(getattr(value, "compile", None), "__name__", "") == "compile_apart":
                 found.append((module, name, f"kernel {name.lstrip('_')}"))
     return found
+
+
+def clocked_parts(engine: Any, turns: Any, layers: int) -> dict[str, Any]:
+    """Return microseconds of a sparse layer by part, `Parts.of_layers`, and of a layer of stock.
+
+    Args:
+        engine: whose sequences decode.
+        turns: `benchmarks.vllm.Turns`, which says of which kind the next step is.
+        layers: of a step that are sparse.
+    """
+    both = {"stock": Parts(), "sparse": Parts()}
+    for number in range(2 * PARTED):
+        turns.kind = ("stock", "sparse")[number % 2]
+        parts = both[turns.kind]
+        with parts.installed():
+            parts.clocked("step", engine.step)()
+    stock = both["stock"]
+    tables = round(1e6 * stock.seconds["tables"] / PARTED, 1)
+    rows: dict[str, Any] = both["sparse"].of_layers(PARTED, layers) if layers else {}
+    layer = round(1e6 * stock.seconds["stock"] / max(1, stock.calls["stock"]), 1)
+    return {**rows, "stock": layer, "stock_tables": tables}
+
+
+def parts_table(decoded: list[dict[str, Any]]) -> Table:
+    """Return the parts of a record's runs as a table."""
+    table = Table(title="microseconds of a sparse layer, and of a step's tables", box=SIMPLE_HEAD)
+    table.add_column("selector")
+    columns = ("stock", "layer", "choosing", "attending", "both", "counting", "around", "tables")
+    for column in ("context", "batch", *columns, "compiled"):
+        table.add_column(column, justify="right")
+    for one in decoded:
+        times = [f"{one['parts'].get(column, 0):,.0f}" for column in columns]
+        kernels = sum(one["parts"].get("kernels", {}).values())
+        table.add_row(one["selector"], f"{one['context']:,}", str(one["batch"]), *times, f"{kernels:,.0f}")
+    return table
