@@ -19,6 +19,7 @@ from sparseattn.cli.progress import progress_bar
 from sparseattn.codecs.base import RowCodec
 from sparseattn.core.budget import Budget, budget_order
 from sparseattn.evaluation.evaluation_files import read, written
+from sparseattn.evaluation.full_attention import FullAttentions
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import usable_layers
 from sparseattn.evaluation.result import Evaluation
@@ -62,6 +63,7 @@ class BenchRun:
 
     def __init__(self, options: BenchOptions, chosen: ChosenMethods, done: DoneItems) -> None:
         self.options, self.chosen, self.done = options, chosen, done
+        self.full_attentions = FullAttentions()
 
     def items(self, replays: Sequence[Replayed]) -> list[Item]:
         """Return all there is to measure, in the order of tables."""
@@ -122,7 +124,13 @@ class BenchRun:
         how = self.options.replay(item.codec)
         try:
             return evaluate_budgets(
-                item.replay.trace, item.method, item.budgets, how, steps=self.options.steps, progress=advance
+                item.replay.trace,
+                item.method,
+                item.budgets,
+                how,
+                steps=self.options.steps,
+                progress=advance,
+                full_attentions=self.full_attentions,
             )
         except ValueError as error:
             kept = item.codec is not None and len(self.options.codecs) > 1 and not isinstance(error, ContractError)

@@ -24,6 +24,7 @@ from sparseattn.core.budget import Budget, parse_budget
 from sparseattn.core.context import Heads, LayerContext, RecordedIndex
 from sparseattn.core.layer_choices import Board
 from sparseattn.core.selection import Selection
+from sparseattn.evaluation.full_attention import FullAttention, FullAttentions
 from sparseattn.evaluation.replay_activity import replay_activity
 from sparseattn.evaluation.replay_settings import (
     Replay,
@@ -110,10 +111,12 @@ def evaluate_budgets(
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
     watch: Callable[[ReplayedStep], None] | None = None,
+    full_attentions: FullAttentions | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them.
 
-    `watch` is shown every step as it is measured.
+    `watch` is shown every step as it is measured. `full_attentions` keeps what full attention gave at each step; where
+    several methods are measured on one trace, one such spares all but the first most of the comparison.
     """
     is_trace(trace)
     check_steps(steps)
@@ -125,7 +128,7 @@ def evaluate_budgets(
     how = replace(how, layers=usable_layers(trace, how.layers), device=place)
     check_replay(trace, budgets, method, how)
     layers = list(how.layers or ())
-    run = _Run(trace, how, place, budgets, steps, progress, watch, Board())
+    run = _Run(trace, how, place, budgets, steps, progress, watch, full_attentions or FullAttentions(), Board())
     per_layer = [run.layer(index, shares_of(method, index, trace.shapes[index].heads)) for index in layers]
     facts: dict[str, Any] = {
         "sink": how.sink,
@@ -162,6 +165,7 @@ class _Run:
     steps: Sequence[str]
     progress: Callable[[int], None] | None
     watch: Callable[[ReplayedStep], None] | None
+    full_attentions: FullAttentions
     board: Board
 
     def layer(self, index: int, shares: Sequence[Share]) -> list[dict[str, Tensor]]:
@@ -246,7 +250,8 @@ class _Run:
                 progress(1)
             if not (measured or cache.search.observed):
                 continue
-            step = compare(query, cache, selection, layer.scale)  # which tells methods that observe
+            full = functools.partial(self._full_attention, cache, layer, t, query)
+            step = compare(query, cache, selection, layer.scale, full)  # which tells methods that observe
             if not measured:
                 continue
             if self.watch is not None:
@@ -262,6 +267,14 @@ class _Run:
         means = {name: value / (total[COUNTED[name]] if name in COUNTED else count) for name, value in total.items()}
         means |= {f"{name} by step": torch.stack(values, -1) for name, values in series.items()}
         return {name: value.cpu() for name, value in means.items()}
+
+    def _full_attention(
+        self, cache: KVCache, layer: TraceLayer, token: int, query: Tensor, keys: Tensor, values: Tensor
+    ) -> FullAttention:
+        """Return full attention of a token's query over the rows of a layer's heads that a cache has."""
+        step = layer.index, cache.selector.layer_context.heads, token, self.place
+        compute = functools.partial(FullAttention.of, query, keys, values, layer.scale)
+        return self.full_attentions.at(self.trace, step, compute)
 
 
 def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from sparseattn.cache.decode import attend_chosen
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.mass import Promise
 from sparseattn.core.selection import Bounds, Selection, Tail
-from sparseattn.evaluation import measure_table
+from sparseattn.evaluation.full_attention import RECALLS, FullAttention
 from sparseattn.kernels.attend import reference as attend_reference
 
-RECALLS = (1, 10, 100)
 ROUNDING = 1e-5  # of sums of weights in float32
 # What `compare` gives of a step, in the order of the records; `measure_table.py` says what each is.
 MEASURES = (
@@ -37,7 +36,13 @@ def check_steps(measures: Sequence[str]) -> None:
         raise ValueError(f"what can be measured step by step is {', '.join(known)}; got {measures!r}")
 
 
-def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
+def compare(
+    query: Tensor,
+    cache: KVCache,
+    selection: Selection,
+    scale: float,
+    full_attention: Callable[[Tensor, Tensor], FullAttention] | None = None,
+) -> dict[str, Tensor]:
     """Every measure of one decode step of one sequence against full attention: measure -> `[H*G]` float64.
 
     A selector that observes is told what its selection got, as in `decode`. Rows of its tail count as rows attended and
@@ -48,43 +53,46 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         cache: one unpadded sequence, after `select`; with a codec, one that keeps the rows as they came too (`exact`).
         selection: what it selected for this query.
         scale: factor of the logits.
+        full_attention: gives that of the query and the rows `[1,H,N,D]`, keys and values, where it may be known
+            already.
     """
     _check_comparable(cache)
     keys, values, bounds, reads = rows_read(query, cache, selection)
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
-    logits = query @ keys.mT * scale  # [1,H,G,N]
-    total = logits.logsumexp(-1)  # [1,H,G]
-    weights = logits.softmax(-1)
-    full = weights @ values  # [1,H,G,D]
-    error = attend_chosen(query, cache, selection, scale=scale) - full
-    far = weights[..., indexed].sum(-1)  # [1,H,G]
-    read_mass = (weights * reads)[..., indexed].sum(-1)
-    sought = weights[..., indexed] >= measure_table.LOOKUP
-    hits = (sought & reads[..., indexed]).sum(-1)
+    full = FullAttention.of(query, keys, values, scale) if full_attention is None else full_attention(keys, values)
+    far = full.indexed(indexed)
+    error = attend_chosen(query, cache, selection, scale=scale) - full.output
+    weights_read = full.weights * reads
+    mass, far_mass, far_reads = weights_read.sum(-1), weights_read[..., indexed].sum(-1), reads[..., indexed]
     row_bytes = 2 * keys.shape[3] * cache.selector.bytes_of(keys)  # a key and a value
     always = int(bounds.dense(rows).sum()) * row_bytes  # of rows that every query reads
     attended, distinct, of_rows = _cost_of_attending(cache, selection, reads, row_bytes)
     scanned, read = _cost_of_choosing(query, selection)
     tail = cache.search.latest_tail
+    if selection.bias is None and tail is None:
+        off = mass - 1
+    else:
+        off = (_log_sum(query, full.logits, reads, selection, indexed, tail, scale) - full.total).expm1()
     measured = {
-        "mass": (weights * reads).sum(-1),
-        "indexed_mass": far,
-        "recovered": torch.where(far > 0, read_mass / far, 1.0),
-        "lookups": sought.sum(-1),
-        "lookup_hits": hits / sought.sum(-1),  # NaN without any
-        "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
-        "denominator_error": (_log_sum(query, logits, reads, selection, indexed, tail, scale) - total).expm1().abs(),
+        "mass": mass,
+        "indexed_mass": far.mass,
+        "recovered": torch.where(far.mass > 0, far_mass / far.mass, 1.0),
+        "lookups": far.lookups,
+        "lookup_hits": (far.sought & far_reads).sum(-1) / far.lookups,  # NaN without any
+        "relative_error": error.norm(dim=-1) / full.output.norm(dim=-1).clamp(min=1e-30),
+        "denominator_error": off.abs(),
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,
-        "kept": reads[..., indexed].sum(-1),
-        **_promised(cache.search.latest_promise, weights, reads, indexed),
+        "kept": far_reads.sum(-1),
+        **_promised(cache.search.latest_promise, full.weights, mass, indexed),
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
         "bytes_share": ((always + of_rows + read) / (rows * row_bytes)).expand_as(attended),
     }
-    measured |= _recalls(logits[..., indexed], reads[..., indexed])
+    hit = far_reads.gather(-1, far.best)  # [1,H,G,k], best first
+    measured |= {f"recall@{k}": hit[..., :k].double().mean(-1) for k in RECALLS}
     return {name: measured[name].double().flatten() for name in MEASURES}
 
 
@@ -122,13 +130,6 @@ def _cost_of_choosing(query: Tensor, selection: Selection) -> tuple[Tensor, Tens
     return scanned, unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
 
 
-def _recalls(logits: Tensor, reads: Tensor) -> dict[str, Tensor]:
-    """Shares `[1,H,G]` of the best rows by `logits` `[1,H,G,N]` that are read."""
-    top = logits.topk(min(max(RECALLS), logits.shape[-1]), dim=-1).indices
-    hit = reads.gather(-1, top)  # [1,H,G,k], best first
-    return {f"recall@{k}": hit[..., :k].double().mean(-1) for k in RECALLS}
-
-
 def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tensor, Tensor, Bounds, Tensor]:
     """Return the rows of a cache as `compare` has them, in stored order: keys and values `[1,H,N,D]`, their zones, and
     which of them each query head reads, `[1,H,G,N]` bool."""
@@ -164,11 +165,12 @@ def _log_sum(
     return torch.cat([logits, more], -1).logsumexp(-1)
 
 
-def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:
+def _promised(promise: Promise | None, weights: Tensor, mass: Tensor, indexed: slice) -> dict[str, Tensor]:
     """Return the measures `[1,H,G]` of a budget by mass; NaN for another.
 
     Args:
-        weights, reads: `[1,H,G,N]`, full attention's, and which rows are attended.
+        weights: `[1,H,G,N]`, full attention's.
+        mass: `[1,H,G]`, of the rows that are attended.
         indexed: the rows to choose from.
     """
     if promise is None:
@@ -176,9 +178,8 @@ def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: 
         return {"oracle_kept": none, "promised": none, "fulfilled": none}
     far = weights[..., indexed].sort(-1, descending=True).values
     before = 1 - far.sum(-1, keepdim=True) + far.cumsum(-1) - far  # with sink, unsealed rows and what is heavier
-    read_mass = (weights * reads).sum(-1)
     return {
         "oracle_kept": (before < promise.wanted).sum(-1),
-        "promised": promise.held.view(read_mass.shape),
-        "fulfilled": (read_mass >= promise.wanted * (1 - ROUNDING)).double(),
+        "promised": promise.held.view(mass.shape),
+        "fulfilled": (mass >= promise.wanted * (1 - ROUNDING)).double(),
     }

@@ -28,6 +28,7 @@ import llvmlite
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
+from sparseattn.kernels.numba_linking import KernelCompiler, for_kernels
 from sparseattn.utils.cache_folder import cache_folder
 
 PACKAGE = Path(__file__).parent.parent
@@ -42,15 +43,22 @@ UNUSED = 86_400  # seconds since a process last began to use a folder that may g
 def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
     """Compile as numba's `njit` does; with `cache` keep the compiled code in `folder()`.
 
-    Where nothing can be written there, every process compiles anew, and a warning says so once. No way in for C is
-    compiled, which nothing here calls. In compiled code numbers are copied from array to array in a loop: the first
-    `array[:n] = other[:n]` of a process compiles the text of an error for seconds.
+    Without `cache` only compiled code can call the function, see `numba_linking.py`. Where nothing can be written
+    there, every process compiles anew, and a warning says so once. No way in for C is compiled, which nothing here
+    calls. In compiled code numbers are copied from array to array in a loop: the first `array[:n] = other[:n]` of a
+    process compiles the text of an error for seconds.
     """
     if function is None:
         return functools.partial(njit, cache=cache, **options)
-    made: Any = numba.njit(no_cfunc_wrapper=True, **options)(function)
-    if cache and made is not function:  # with NUMBA_DISABLE_JIT it is the function itself
+    if cache:
+        options["pipeline_class"] = KernelCompiler
+    made: Any = numba.njit(no_cfunc_wrapper=True, no_cpython_wrapper=not cache, **options)(function)
+    if made is function:  # with NUMBA_DISABLE_JIT
+        return made
+    if cache:
         made._cache = KeptCode(function)  # as `enable_caching` sets numba's own
+    else:
+        for_kernels(made)
     return made
 
 

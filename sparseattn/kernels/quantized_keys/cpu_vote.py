@@ -98,7 +98,7 @@ def _softmax(query, keys, form, table, sizes, room, out, ids):
             for part in range(begin, begin + 1 if shared else parts):
                 first = part * once
                 _weigh(
-                    query, which, head, form, table[b],
+                    query, np.intp(which), head, form, table[b],
                     (first, min(groups, first + once)), (page, each),
                     (line, worker * share * places + part * each, places), (peak[which, part], total[which, part]),
                 )  # fmt: skip

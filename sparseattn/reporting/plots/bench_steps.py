@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparseattn.core.budget import budget_label
+from sparseattn.evaluation.full_attention import RECALLS
 from sparseattn.evaluation.measure_table import measure
 from sparseattn.evaluation.result import Evaluation
-from sparseattn.evaluation.step_measures import RECALLS
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots.panels import heading, panel_grid, save, shown, unit
 
