@@ -199,6 +199,7 @@ def _fill(cache: SavedCache, said: Mapping[str, Any], tensors: Mapping[str, Tens
     zones = Zones(len(like), cache.sink, stored.zones.apart)
     zones.resume(said["sequences"], said["zones"]["zone"], said["zones"]["freed"])
     stored.begin(zones, like)
+    stored.as_they_came = not zones.zone  # files do not say it
     sealed = None
     if not zones.apart and zones.zone:
         sealed = {name: parts.pop(f"sealed/{name}/rows") for name in ("keys", "values")}

@@ -43,6 +43,7 @@ class StoredRows:
         zones: which row lies where, as counts.
         bounds: the zones of `keys`, on the cache's device; updated in place.
         newest: `[B]` int64 there, the position of each sequence's newest token; updated in place.
+        as_they_came: whether rows are known to lie in the order in which they came; a selector may have ordered them.
         broken: what failed or was interrupted half-way, so that the rows are void; empty: nothing.
     """
 
@@ -56,7 +57,7 @@ class StoredRows:
         # What steps on the device read, updated in place: [B] each.
         self.bounds, self.newest = Bounds.of(0, 0), torch.zeros(0, dtype=torch.int64)
         self._written: tuple[list[int], ...] = ()  # what these hold
-        self.fixed, self.broken = False, ""
+        self.fixed, self.as_they_came, self.broken = False, True, ""
         self.zones = self._no_zones()
 
     def _no_zones(self) -> Zones:
@@ -299,6 +300,7 @@ class StoredRows:
 
     def settle(self, order: Tensor | None, new: int) -> None:
         """Store the last sealed rows, `new` ones of this seal, in a selector's `order`, see `SealedRows.settle`."""
+        self.as_they_came &= order is None
         self.sealed.settle(order, new, self._unrounded())
 
     def _take_last(self, decoded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -384,7 +386,7 @@ class StoredRows:
         for state in (*self._near, *self.queries.states()):
             state.reset()
         self.sealed.reset()
-        self.zones, self.broken = self._no_zones(), ""
+        self.zones, self.as_they_came, self.broken = self._no_zones(), True, ""
         if not self.fixed:
             self.bounds = Bounds.of(0, 0)
 

@@ -73,7 +73,7 @@ class FullAttention:
 class FullAttentions:
     """The steps of one trace at a time, found by whoever replays it next: `LIMIT` bytes of them, the first to come.
 
-    What is kept is what `FullAttention.of` gives for the rows of the trace, which are the same for every method.
+    Give it what `FullAttention.of` says of rows in the order in which they came: these are the same for every method.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:

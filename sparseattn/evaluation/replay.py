@@ -271,9 +271,14 @@ class _Run:
     def _full_attention(
         self, cache: KVCache, layer: TraceLayer, token: int, query: Tensor, keys: Tensor, values: Tensor
     ) -> FullAttention:
-        """Return full attention of a token's query over the rows of a layer's heads that a cache has."""
-        step = layer.index, cache.selector.layer_context.heads, token, self.place
+        """Return full attention of a token's query over the rows of a layer's heads that a cache has.
+
+        It is the same for every method, but where a method stores rows in an order of its own.
+        """
         compute = functools.partial(FullAttention.of, query, keys, values, layer.scale)
+        if not cache.stored.as_they_came:
+            return compute()
+        step = layer.index, cache.selector.layer_context.heads, token, self.place
         return self.full_attentions.at(self.trace, step, compute)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from sparseattn import Exact, Quest, Selection, Window, evaluate
 from sparseattn.evaluation import replay_settings
+from sparseattn.evaluation.full_attention import LIMIT, FullAttention, FullAttentions
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.evaluation.step_measures import MEASURES
@@ -184,6 +185,30 @@ def test_budgets_share_a_prefill_and_stay_apart(trace: Trace) -> None:
         alone = evaluate(trace, "exact:refresh=3", one.budget, **settings)
         for name in MEASURES:
             torch.testing.assert_close(one.heads[name], alone.heads[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_full_attention_is_computed_once_for_all_methods(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else was measured before, on which trace, and however little of it may be kept, records are the same."""
+    computed = []
+    of = FullAttention.of.__func__
+    monkeypatch.setattr(FullAttention, "of", classmethod(lambda *given: (computed.append(1), of(*given))[1]))
+    how = Replay(SINK, WINDOW, LAST)
+    other = synthetic(150, heads=1, group=2, size=16)
+    methods = ["exact:refresh=3", "louver", "quest:page=8", "window", "retroinfer"]  # the last one orders its rows
+    one_step = FullAttention.of(torch.zeros(1, 2, 3, 32), *torch.zeros(2, 1, 2, 200, 32), 1.0).nbytes
+    steps, runs = LAST * 2, len(methods) * 2
+    for limit, found in ((LIMIT, steps), (3 * one_step, 3), (0, 0)):
+        kept = FullAttentions(limit)
+        evaluate_budgets(other, "window", [8], how, full_attentions=kept)
+        computed.clear()
+        shared = [evaluate_budgets(trace, method, [16, 32], how, full_attentions=kept) for method in methods]
+        assert len(computed) == found + (runs - 2) * (steps - found) + 2 * steps
+        assert kept.held <= limit
+        for method, both in zip(methods, shared, strict=True):
+            for one in both:
+                alone = evaluate(trace, method, one.budget, sink=SINK, window=WINDOW, last=LAST)
+                for name in MEASURES:
+                    torch.testing.assert_close(one.heads[name], alone.heads[name], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("spec", ["quest:page=8", "h2o"])
