@@ -25,7 +25,10 @@ from sparseattn.selectors.registry import make_selector
 
 NAME = "compiling-cpu"
 SELECTORS = ("quest", "quest:int8=True", "lowbit", "querypq", "retroinfer", "retrieval")
-WAYS = {"ours": "only what Python calls becomes machine code", "numba": "numba's own way, for every function"}
+WAYS = {
+    "ours": "only what Python calls becomes machine code, and Python's collector comes seldom meanwhile",
+    "numba": "every function does, as numba has it of itself; without ways in for C",
+}
 SHAPE = {"heads": 2, "group": 3, "size": 64, "rows": 2048, "budget": 128}
 # Times a prefill, its index and a step. The second time, all is compiled: what is left is the work itself.
 CHILD = """
@@ -64,7 +67,8 @@ def measured(spec: str, way: str) -> dict[str, float]:
         environment = os.environ | {"NUMBA_CACHE_DIR": folder, "OMP_WAIT_POLICY": "passive"}
         done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{spec}: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
+        raise RuntimeError(f"{spec}: {said[-1]}")
     result: dict[str, float] = json.loads(done.stdout)
     return result
 

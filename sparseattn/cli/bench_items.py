@@ -85,6 +85,7 @@ class BenchRun:
         """Measure the items that this process takes, and return once all processes have measured theirs."""
         costs = [self.steps(item) * item.replay.trace.tokens for item in items]
         self.done.share(ranks, [self._path(item) for item in items], costs, lambda place: self._said(items[place]))
+        self.full_attentions.clear()
 
     def _said(self, item: Item) -> tuple[Any, dict[str, Tensor]]:
         results = self._evaluated(item)
@@ -104,6 +105,7 @@ class BenchRun:
                     far = self.options.far
                     yield item.replay, [result.far(far) for result in results] if far else results
                 bar.remove_task(task)
+        self.full_attentions.clear()
 
     def _path(self, item: Item) -> Path:
         how = self.options.replay(item.codec)

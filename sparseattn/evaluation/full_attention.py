@@ -55,9 +55,10 @@ class FullAttention:
         return cls(logits, weights, logits.logsumexp(-1), weights @ values)
 
     def indexed(self, rows: slice) -> Indexed:
-        """Return what it gives to rows `start` to `stop`; kept."""
+        """Return what it gives to rows `start` to `stop`; the last such is kept."""
         key = rows.start, rows.stop
         if key not in self._indexed:
+            self._indexed.clear()
             weights = self.weights[..., rows]
             sought = weights >= LOOKUP
             best = self.logits[..., rows].topk(min(max(RECALLS), weights.shape[-1]), dim=-1).indices
@@ -66,8 +67,9 @@ class FullAttention:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, but for those of `indexed`, which are a quarter at most of one such."""
-        return 2 * self.logits.nbytes + self.total.nbytes + self.output.nbytes
+        """Bytes held, with those of one `indexed`."""
+        indexed = self.logits.numel() + self.total.numel() * (16 + 8 * max(RECALLS))
+        return 2 * self.logits.nbytes + self.total.nbytes + self.output.nbytes + indexed
 
 
 class FullAttentions:
@@ -84,10 +86,15 @@ class FullAttentions:
     def at(self, trace: Trace, step: object, compute: Callable[[], FullAttention]) -> FullAttention:
         """Return full attention at a step of a trace; `step` names layer, KV heads, token and device."""
         if trace is not self._trace:
-            self._trace, self.held, self._kept = trace, 0, {}
+            self.clear()
+            self._trace = trace
         if (found := self._kept.get(step)) is None:
             found = compute()
             if self.held + found.nbytes <= self.limit:
                 self.held += found.nbytes
                 self._kept[step] = found
         return found
+
+    def clear(self) -> None:
+        """Let go of all that is kept."""
+        self._trace, self.held, self._kept = None, 0, {}

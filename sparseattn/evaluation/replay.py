@@ -24,7 +24,7 @@ from sparseattn.core.budget import Budget, parse_budget
 from sparseattn.core.context import Heads, LayerContext, RecordedIndex
 from sparseattn.core.layer_choices import Board
 from sparseattn.core.selection import Selection
-from sparseattn.evaluation.full_attention import FullAttention, FullAttentions
+from sparseattn.evaluation.full_attention import LIMIT, FullAttention, FullAttentions
 from sparseattn.evaluation.replay_activity import replay_activity
 from sparseattn.evaluation.replay_settings import (
     Replay,
@@ -115,8 +115,8 @@ def evaluate_budgets(
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them.
 
-    `watch` is shown every step as it is measured. `full_attentions` keeps what full attention gave at each step; where
-    several methods are measured on one trace, one such spares all but the first most of the comparison.
+    `watch` is shown every step as it is measured. `full_attentions` keeps what full attention gave at each step; pass
+    the same one for several methods on a trace, and only the first computes it.
     """
     is_trace(trace)
     check_steps(steps)
@@ -128,7 +128,8 @@ def evaluate_budgets(
     how = replace(how, layers=usable_layers(trace, how.layers), device=place)
     check_replay(trace, budgets, method, how)
     layers = list(how.layers or ())
-    run = _Run(trace, how, place, budgets, steps, progress, watch, full_attentions or FullAttentions(), Board())
+    kept = full_attentions or FullAttentions(LIMIT if len(budgets) > 1 else 0)
+    run = _Run(trace, how, place, budgets, steps, progress, watch, kept, Board())
     per_layer = [run.layer(index, shares_of(method, index, trace.shapes[index].heads)) for index in layers]
     facts: dict[str, Any] = {
         "sink": how.sink,

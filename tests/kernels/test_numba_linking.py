@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numba
 from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 
+from sparseattn.kernels import numba_cache
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_linking import KernelCompiler, LinkedCode
 
@@ -83,16 +85,45 @@ def test_others_use_what_was_compiled_for_a_kernel() -> None:
 
 def test_after_a_fault_all_is_as_before() -> None:
     codegen = cpu_target.target_context.codegen()
-    before = codegen._library_class
+    before, often = codegen._library_class, gc.get_threshold()
     wrong = numba.njit(pipeline_class=KernelCompiler)(lambda x: x.nowhere)
     with pytest.raises(TypingError, match="nowhere"):
         wrong(1)
     assert codegen._library_class is before
     assert before is not LinkedCode
-    assert gc.isenabled()
-    gc.disable()
+    assert gc.get_threshold() == often
+    gc.set_threshold(0)  # as some have it
     try:
         assert numba.njit(pipeline_class=KernelCompiler)(lambda x: x + 2)(1) == 3
-        assert not gc.isenabled(), "as the user had it"
+        assert gc.get_threshold()[0] == 0
     finally:
-        gc.enable()
+        gc.set_threshold(*often)
+
+
+def test_an_error_of_what_a_kernel_calls_is_said_where_it_was_compiled() -> None:
+    """Its text is made of constants of the callee's."""
+
+    @njit
+    def checked(x):
+        if x < 0:
+            raise ValueError(f"{x} is below nought")
+        return x
+
+    compiled = numba.njit(pipeline_class=KernelCompiler)(lambda x: checked(x))
+    with pytest.raises(ValueError, match="-3 is below nought"):
+        compiled(-3)
+
+
+def test_a_kernel_that_another_calls_is_machine_code_if_it_comes_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba_cache, "folder", lambda: tmp_path)
+
+    def plus(x):
+        return x + 5
+
+    assert njit(plus, cache=True)(1) == 6
+    inner = njit(plus, cache=True)  # as in another process
+    assert numba.njit(pipeline_class=KernelCompiler)(lambda x: inner(x))(1) == 6
+    assert sum(inner.stats.cache_hits.values()) == 1
+    assert inner(2) == 7

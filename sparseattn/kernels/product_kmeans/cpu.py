@@ -20,7 +20,7 @@ from sparseattn.kernels.product_kmeans.reference import NEAR, ROUNDS
 FAR = np.float32(np.inf)  # half the squared length of a centroid that is none: it is nearest to nothing
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _laid_out(books, size, centroids, blocked, halves):
     """Write centroids `books` `[K*d]` by blocks of 16 and channel, and half their squared lengths."""
     for k in range(len(halves)):
@@ -32,7 +32,7 @@ def _laid_out(books, size, centroids, blocked, halves):
         halves[k] = half / 2 if k < centroids else FAR
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _split(books, size, counts):
     """Give each centroid without a vector a place near the mean of a full one: of the fullest first, of each once."""
     taken = np.zeros(len(counts), np.bool_)
