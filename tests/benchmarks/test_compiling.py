@@ -16,15 +16,15 @@ def test_what_is_recorded_and_refused(
 ) -> None:
     """Without the processes: those of a selector compile for a minute."""
     runs = {"ours": iter([2.0, 4.0, 3.0]), "numba": iter([9.0, 6.0, 5.0])}
-    monkeypatch.setattr(compiling, "measured", lambda spec, way: {"seconds": next(runs[way]), "sum": 1.5})
+    monkeypatch.setattr(compiling, "measured", lambda spec, way: {"seconds": next(runs[way]), "out": "1f"})
     compiling.main(["--selector", "quest", "--results", str(tmp_path), "--json"])
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "compiling-cpu.json").read_text())
     [one] = record["results"]
     assert (one["seconds"], one["share"]) == ({"ours": 3.0, "numba": 6.0}, 0.5)
     assert one["runs"] == {"ours": [2.0, 4.0, 3.0], "numba": [9.0, 6.0, 5.0]}
-    sums = iter([1.5, 1.5000001])
-    monkeypatch.setattr(compiling, "measured", lambda spec, way: {"seconds": 1.0, "sum": next(sums)})
+    outs = iter(["1f", "2e"])
+    monkeypatch.setattr(compiling, "measured", lambda spec, way: {"seconds": 1.0, "out": next(outs)})
     with pytest.raises(RuntimeError, match="quest: the two ways to compile give different steps"):
         compiling.main(["--selector", "quest", "--rounds", "1"])
     for wrong, said in ((["--selector", "qest"], "quest"), (["--rounds", "0"], "--rounds is 1 or more, got 0")):
