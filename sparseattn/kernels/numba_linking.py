@@ -24,7 +24,7 @@ ENVIRONMENT = "_ZN08NumbaEnv"  # begins the names that numba gives to a function
 class LinkedCode(JITCodeLibrary):
     """Code of a function that is only linked into others: neither optimised as a whole nor made machine code.
 
-    A function of `numba.njit` alone, which Python may call, must not be first compiled as such.
+    A function of numba's own `njit`, which Python may call, must not be first compiled as such.
     """
 
     @property
