@@ -190,13 +190,34 @@ def protocols(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> No
     panels.save(figure, path)
 
 
+def cells(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """A panel a record, a row a method in the order of their means, with its score and the interval of 95 %."""
+    scores: list[dict[str, list[float]]] = []
+    for mine in rows:
+        scores.append({})
+        for row in mine:
+            scores[-1].setdefault(row["method"], []).append(row["score"])
+    order = sorted(scores[0], key=lambda method: sum(sum(of[method]) / len(of[method]) for of in scores))
+    figure, axes = panels.bare_grid(len(rows), len(rows), (2.0 + 2.2 * len(rows), 0.9 + 0.26 * len(order)), sharey=True)
+    for number, (axis, mine) in enumerate(zip(axes.flat, rows, strict=True)):
+        for place, method in enumerate(order):
+            of, look = scores[number][method], style(int(method != FULL), method)
+            axis.plot(sum(of) / len(of), place, marker="o", markersize=5, linestyle="none", color=look["color"])
+            axis.hlines(place, *wilson(of), color=look["color"], linewidth=1, alpha=0.7)
+        axis.set_yticks(range(len(order)), ["full attention" if method == FULL else method for method in order])
+        axis.set_xlim(-0.03, 1.03)
+        axis.xaxis.set_major_formatter(panels.SHARE)
+        axis.grid(alpha=0.3)
+        axis.set_title(f"{mine[0]['model']}, {mine[0]['length']:,} tokens", fontsize=9, loc="left")
+    panels.heading(figure, f"RULER's needles answered, with intervals of 95 %; {one_budget(rows[0])} rows by choice")
+    panels.save(figure, path)
+
+
 def one_budget(rows: Rows) -> int:
     """Return the budget that all rows have that have one."""
     (budget,) = {int(row["budget"]) for row in rows if row["budget"] is not None}
     return budget
 
 
-DRAWN: dict[str, Callable[[Path, Sequence[Record], Sequence[Rows]], None]] = {
-    one.__name__: one
-    for one in (accuracy, agreement, field, frontier, growth, inspected, layers, protocols, recall, scaling, steps)
-}
+ALL = (accuracy, agreement, cells, field, frontier, growth, inspected, layers, protocols, recall, scaling, steps)
+DRAWN: dict[str, Callable[[Path, Sequence[Record], Sequence[Rows]], None]] = {one.__name__: one for one in ALL}

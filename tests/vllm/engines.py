@@ -36,12 +36,14 @@ ENGINE: dict[str, Any] = {
 }
 
 
-def llama(folder: Path, heads: int = 4, kv_heads: int = 2, size: int = 64, layers: int = LAYERS) -> Path:
+def llama(
+    folder: Path, heads: int = 4, kv_heads: int = 2, size: int = 64, layers: int = LAYERS, words: int = VOCABULARY
+) -> Path:
     """A random Llama whose every token depends on attention to far rows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32 * heads, intermediate_size=256, num_hidden_layers=layers,
+        vocab_size=words, hidden_size=32 * heads, intermediate_size=256, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=4096,
         bos_token_id=None, eos_token_id=None, initializer_range=0.15,
     )  # fmt: skip

@@ -1,0 +1,359 @@
+"""A server of `sparseattn serve` under mixed requests, beside stock vLLM under the same: what is left in memory, what
+its counters say, and whether it answers as before.
+
+``.venv-vllm/bin/python -m benchmarks.vllm_soak --out FILE`` from the repository root. 3,000 requests, 16 at a time, of
+50 to 7,000 tokens: plain ones and streams, with budgets of their own and without, some given up by the client while
+they are answered, and some that no server should take. Stock vLLM is asked the same without what only sparseattn knows.
+
+The model is a small random Llama: what is looked for is left behind by requests, and not by layers. Memory is the
+proportional set size (PSS) of the server's processes, a pause after the last answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import functools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from benchmarks import records
+from sparseattn.cli.progress import progress_bar
+from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.serving.metrics import served_activity
+from sparseattn.serving.vllm import installed
+from sparseattn.serving.vllm.defaults import SELECTOR
+from sparseattn.utils import children
+
+SHORTEST, LONGEST, POSITIONS = 50, 7000, 8192  # tokens of a prompt, and of a sequence
+ANSWERS = 64  # tokens at most
+LAYERS, VOCABULARY = 2, 49_152
+SPARSE = {"--budget": 256, "--above": 512, "--sink": 4, "--window": 64, "--dense-layers": 1}
+EARLY = 50  # requests before memory is looked at first
+SAME = 16  # prompts that are asked one by one, before all others and again behind them
+EXACT = 64  # requests at the end of which none is given up, so that counters have to be the clients' to the row
+SECONDS, SETTLE = 600, 10  # that an answer, and that a server may take: to answer; after it, before memory is read
+KINDS = {"whole": 60, "streamed": 25, "given_up": 8, "bad": 7}  # of 100 requests
+# What no server takes -> the status that says so. Of what only sparseattn knows, stock is given the second.
+BAD: tuple[tuple[dict[str, Any], dict[str, Any], int], ...] = (
+    ({"max_tokens": -1}, {}, 400),
+    ({"temperature": -1}, {}, 400),
+    ({"prompt": [5] * (POSITIONS + 1)}, {}, 400),
+    ({"model": "another"}, {}, 404),
+    ({"top_p": 2}, {}, 400),
+    ({"sparseattn": {"budget": -5}}, {"temperature": "warm"}, 400),
+    ({"sparseattn": {"colour": 1}}, {"n": 0}, 400),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, and what its client does.
+
+    Args:
+        kind: of `KINDS`.
+        body: what is posted.
+        after: pieces of the stream after which its client goes away.
+        status: that the server should answer.
+    """
+
+    kind: str
+    body: dict[str, Any]
+    after: int = 0
+    status: int = 200
+
+
+@dataclass
+class Seen:
+    """What the clients saw.
+
+    Args:
+        kinds: requests that ended as they should, by kind.
+        wrong: how each of the others ended.
+        usage: of answers that ended, summed: `completion_tokens`, and sparseattn's own.
+    """
+
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    wrong: list[str] = field(default_factory=list)
+    usage: collections.Counter[str] = field(default_factory=collections.Counter)
+
+
+def made_requests(count: int, seed: int, stock: bool, kinds: dict[str, int]) -> Iterator[Request]:
+    """Return requests, the same for both servers but for what stock does not know."""
+    draw = random.Random(seed)
+    known = [[draw.randrange(VOCABULARY) for _ in range(3000)] for _ in range(8)]
+    for _ in range(count):
+        length = round(math.exp(draw.uniform(math.log(SHORTEST), math.log(LONGEST))))
+        shared = draw.choice(known)[: length // 2] if draw.random() < 0.3 else []
+        ids = shared + [draw.randrange(VOCABULARY) for _ in range(length - len(shared))]
+        body = {"model": "soak", "prompt": ids, "temperature": 0, "ignore_eos": True}
+        body["max_tokens"] = draw.randrange(1, ANSWERS + 1)
+        asked = draw.choice([None, None, None, {"budget": 64}, {"budget": 1024}, {"dense": True}])
+        if asked is not None and not stock:
+            body["sparseattn"] = asked
+        (kind,) = draw.choices(list(kinds), list(kinds.values()))
+        after, (bad, of_stock, status) = draw.randrange(0, 12), draw.choice(BAD)
+        if kind == "bad":
+            yield Request(kind, body | (of_stock or bad if stock else bad), status=status)
+        elif kind == "whole":
+            yield Request(kind, body)
+        else:
+            streamed = {"stream": True, "stream_options": {"include_usage": True}}
+            yield Request(kind, body | streamed, after if kind == "given_up" else 0)
+
+
+async def ask(client: httpx.AsyncClient, request: Request, seen: Seen) -> None:
+    """Send one request, do what its client does, and note how it ended."""
+    try:
+        if "stream" not in request.body:
+            reply = await client.post("/v1/completions", json=request.body)
+            status, usage = reply.status_code, reply.json().get("usage")
+        else:
+            async with client.stream("POST", "/v1/completions", json=request.body) as stream:
+                status, usage, pieces = stream.status_code, None, 0
+                async for line in stream.aiter_lines():
+                    if request.kind == "given_up" and pieces >= request.after:
+                        break
+                    if line.startswith("data: {"):
+                        pieces += 1
+                        usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
+        if status != request.status or (request.kind in ("whole", "streamed") and usage is None):
+            raise ValueError(f"status {status} in place of {request.status}")
+    except (httpx.HTTPError, ValueError) as error:
+        seen.wrong.append(f"{request.kind}: {type(error).__name__}: {error}")
+        return
+    seen.kinds[request.kind] += 1
+    if request.kind in ("whole", "streamed"):
+        assert usage is not None
+        seen.usage.update(usage.get("sparseattn") or {})
+        seen.usage["completion_tokens"] += usage["completion_tokens"]
+
+
+async def ask_all(url: str, requests: Sequence[Request], concurrency: int, say: Callable[[], None]) -> Seen:
+    """Ask so many at a time."""
+    seen, waiting = Seen(), iter(requests)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
+    async with httpx.AsyncClient(base_url=url, timeout=SECONDS, limits=limits) as client:
+
+        async def worker() -> None:
+            for request in waiting:
+                await ask(client, request, seen)
+                say()
+
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+    return seen
+
+
+def answers(url: str) -> list[str]:
+    """Return what the server says to the same prompts, one by one."""
+    draw, said = random.Random(7), []
+    with httpx.Client(base_url=url, timeout=SECONDS) as client:
+        for number in range(SAME):
+            ids = [draw.randrange(VOCABULARY) for _ in range(300 + 200 * number)]
+            body = {"model": "soak", "prompt": ids, "temperature": 0, "ignore_eos": True, "max_tokens": 32}
+            reply = client.post("/v1/completions", json=body)
+            reply.raise_for_status()
+            said.append(reply.json()["choices"][0]["text"])
+    return said
+
+
+def counted(url: str) -> dict[str, int]:
+    """Return how many requests vLLM's own counters say have ended, by reason."""
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    found = re.findall(r'^vllm:request_success_total\{.*?finished_reason="(\w+)".*?\} ([0-9.e+]+)$', text, re.M)
+    return {reason: int(float(value)) for reason, value in found if float(value)}
+
+
+class Server:
+    """A server of the soak's model in processes of its own.
+
+    Args:
+        folder: the model.
+        stock: vLLM as it is.
+    """
+
+    def __init__(self, folder: Path, stock: bool, log: Path) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+        given: dict[str, Any] = {"--selector": "none"} if stock else {"--selector": SELECTOR, **SPARSE}
+        given |= {"--name": "soak", "--dtype": "float32", "--max-model-len": POSITIONS, "--kv-cache-gib": 0.25}
+        given["--port"] = port
+        words = [str(word) for pair in given.items() for word in pair]
+        more = ["--", "--enforce-eager", "--max-num-seqs", "16", "--max-num-batched-tokens", "2048"]
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        self.words = [word for word in [*words, *more] if word != str(port) and word != "--port"]
+        around = children.environment(dict(os.environ))
+        around["PYTHONPATH"] = str(Path(__file__).parents[1])
+        command = [sys.executable, "-m", "sparseattn", "serve", str(folder), *words, *more]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=around)
+
+    def wait_until_up(self, seconds: float = 600) -> None:
+        """RuntimeError where it ends before, or does not come up in so long."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.get(f"{self.url}/health", timeout=5).raise_for_status()
+                return
+            time.sleep(0.5)
+        raise RuntimeError(f"the server does not come up: {self.log.read_text()[-3000:]}")
+
+    def memory(self) -> dict[str, float]:
+        """Return MiB (PSS) of its processes: the worker that computes, the engine that schedules, the others, all."""
+        found = {"worker": 0.0, "engine": 0.0, "others": 0.0}
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        ours = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+            ours |= more
+        for pid in ours:
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                name = {b"VLLM::Worker": "worker", b"VLLM::EngineCor": "engine"}.get(
+                    command[:15].rstrip(b"\0"), "others"
+                )
+                (kib,) = re.findall(r"^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+                found[name] += int(kib) / 1024
+        return {name: round(mib, 1) for name, mib in {**found, "all": sum(found.values())}.items()}
+
+    def stop(self) -> int:
+        """End it, and return its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+
+
+def write_model(folder: Path) -> None:
+    """Write a random Llama with SmolLM2's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sparseattn.models.load import folder_of
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=POSITIONS,
+        initializer_range=0.15,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in Path(folder_of("smollm2")).glob("*"):
+        if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges")):
+            shutil.copy(file, folder / file.name)
+
+
+def soak(folder: Path, stock: bool, count: int, concurrency: int, say: Callable[[], None]) -> dict[str, Any]:
+    """Return what one server did under the requests."""
+    log = folder / f"{'stock' if stock else 'sparse'}.log"
+    server = Server(folder, stock, log)
+    try:
+        server.wait_until_up()
+        requests = list(made_requests(count, 0, stock, KINDS))
+        before = answers(server.url)
+        start = time.monotonic()
+        seen = [asyncio.run(ask_all(server.url, requests[:EARLY], concurrency, say))]
+        time.sleep(SETTLE)
+        early = server.memory()
+        seen.append(asyncio.run(ask_all(server.url, requests[EARLY:], concurrency, say)))
+        seconds = time.monotonic() - start - SETTLE
+        time.sleep(SETTLE)
+        row = {
+            "server": "stock" if stock else "sparseattn",
+            "command": ["sparseattn", "serve", "FOLDER", *server.words],
+            "seconds": round(seconds, 1),
+            "kinds": dict(sum((one.kinds for one in seen), collections.Counter())),
+            "failed": sum(len(one.wrong) for one in seen),
+            "failures": [wrong for one in seen for wrong in one.wrong][:20],
+            "memory_early_mib": early,
+            "memory_mib": server.memory(),
+            "ended": counted(server.url),
+            "usage": dict(sum((one.usage for one in seen), collections.Counter())),
+        }
+        if not stock:
+            row["counters"] = _exact(server.url, concurrency)
+        row["answers"] = SAME
+        row["answers_equal"] = sum(a == b for a, b in zip(before, answers(server.url), strict=True))
+        row["errors_in_log"] = len(re.findall(r"^.*(?:ERROR|Traceback).*$", log.read_text(), re.M))
+        row["exit_status"] = server.stop()
+        return row
+    finally:
+        server.process.kill()
+
+
+def _exact(url: str, concurrency: int) -> dict[str, int]:
+    """Return what the server counted for requests of which none is given up, and what their clients saw."""
+    before = served_activity(url)
+    kinds = {kind: share for kind, share in KINDS.items() if kind != "given_up"}
+    requests = list(made_requests(EXACT, 1, False, kinds))
+    seen = asyncio.run(ask_all(url, requests, concurrency, lambda: None))
+    if seen.wrong:
+        raise RuntimeError(f"requests at the end failed: {seen.wrong}")
+    time.sleep(1)
+    counts = served_activity(url) - before
+    return {
+        "requests": EXACT,
+        "rows_read": counts.rows_read,
+        "rows_read_by_clients": seen.usage["rows_read"],
+        "rows_held": counts.rows_held,
+        "rows_held_by_clients": seen.usage["rows_held"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--out", type=Path, help="the record", required=True)
+    options = parser.parse_args()
+    if options.requests <= EARLY:
+        parser.error(f"--requests is more than {EARLY}, after which memory is looked at, got {options.requests}")
+    found = installed.distribution()
+    assert found is not None
+    with tempfile.TemporaryDirectory(prefix="soak-") as made, progress_bar() as bar:
+        folder = Path(made)
+        write_model(folder)
+        rows = []
+        for stock in (True, False):
+            task = bar.add_task("stock vLLM" if stock else "sparseattn", total=options.requests)
+            say = functools.partial(bar.advance, task)
+            rows.append(soak(folder, stock, options.requests, options.concurrency, say))
+    record = {
+        "vllm": found[1],
+        "dtype": "float32",
+        "requests": options.requests,
+        "concurrency": options.concurrency,
+        "prompts": [SHORTEST, LONGEST],
+        "servers": rows,
+        "machine": machine(),
+        "features": features(),
+        "versions": versions(),
+    }
+    records.save(record, options.out)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
