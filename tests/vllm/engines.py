@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -115,6 +116,7 @@ def engine(model: Path, sparse: dict[str, Any] | None, apart: bool = False, **gi
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM looks at every name
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(apart)))
+        gc.freeze()  # vLLM collects five times while it starts, two of its five seconds; its shutdown undoes this
         llm = LLM(model=str(model), additional_config=additional, **{**ENGINE, **given})
     try:
         yield llm
