@@ -98,7 +98,14 @@ class Seen:
 
 
 def made_requests(count: int, seed: int, stock: bool, kinds: dict[str, int]) -> Iterator[Request]:
-    """Return requests, the same for both servers but for what stock does not know."""
+    """Return requests, the same for both servers but for what stock does not know.
+
+    Args:
+        count: of requests.
+        seed: of what is drawn.
+        stock: leave out what only sparseattn knows.
+        kinds: how many of a hundred are of which kind.
+    """
     draw = random.Random(seed)
     known = [[draw.randrange(VOCABULARY) for _ in range(3000)] for _ in range(8)]
     for _ in range(count):
@@ -136,8 +143,10 @@ async def ask(client: httpx.AsyncClient, request: Request, seen: Seen) -> None:
                     if line.startswith("data: {"):
                         pieces += 1
                         usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
-        if status != request.status or (request.kind in ("whole", "streamed") and usage is None):
+        if status != request.status:
             raise ValueError(f"status {status} in place of {request.status}")
+        if request.kind in ("whole", "streamed"):
+            _check_usage(usage, request.body["max_tokens"])
     except (httpx.HTTPError, ValueError) as error:
         seen.wrong.append(f"{request.kind}: {type(error).__name__}: {error}")
         return
@@ -148,8 +157,16 @@ async def ask(client: httpx.AsyncClient, request: Request, seen: Seen) -> None:
         seen.usage["completion_tokens"] += usage["completion_tokens"]
 
 
+def _check_usage(usage: dict[str, Any] | None, tokens: int) -> None:
+    """ValueError where an answer has no usage, or another number of tokens than was asked for."""
+    if usage is None:
+        raise ValueError("an answer without its usage")
+    if usage["completion_tokens"] != tokens:
+        raise ValueError(f"{usage['completion_tokens']} tokens in place of {tokens}")
+
+
 async def ask_all(url: str, requests: Sequence[Request], concurrency: int, say: Callable[[], None]) -> Seen:
-    """Ask so many at a time."""
+    """Ask `concurrency` requests at a time, and call `say` behind each."""
     seen, waiting = Seen(), iter(requests)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=SECONDS, limits=limits) as client:
@@ -189,6 +206,10 @@ class Server:
     Args:
         folder: the model.
         stock: vLLM as it is.
+        log: where it writes.
+
+    Attributes:
+        words: what it was started with, but for its port.
     """
 
     def __init__(self, folder: Path, stock: bool, log: Path) -> None:
@@ -197,19 +218,22 @@ class Server:
             port = one.getsockname()[1]
         given: dict[str, Any] = {"--selector": "none"} if stock else {"--selector": SELECTOR, **SPARSE}
         given |= {"--name": "soak", "--dtype": "float32", "--max-model-len": POSITIONS, "--kv-cache-gib": 0.25}
-        given["--port"] = port
         words = [str(word) for pair in given.items() for word in pair]
         more = ["--", "--enforce-eager", "--max-num-seqs", "16", "--max-num-batched-tokens", "2048"]
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        self.words = [word for word in [*words, *more] if word != str(port) and word != "--port"]
+        self.words = [*words, *more]
         around = children.environment(dict(os.environ))
         around["PYTHONPATH"] = str(Path(__file__).parents[1])
-        command = [sys.executable, "-m", "sparseattn", "serve", str(folder), *words, *more]
+        command = [sys.executable, "-m", "sparseattn", "serve", str(folder), "--port", str(port), *self.words]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=around)
 
     def wait_until_up(self, seconds: float = 600) -> None:
-        """RuntimeError where it ends before, or does not come up in so long."""
+        """Wait until it answers.
+
+        Raises:
+            RuntimeError: it ends before, or does not come up in so many seconds.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
@@ -238,13 +262,23 @@ class Server:
                 found[name] += int(kib) / 1024
         return {name: round(mib, 1) for name, mib in {**found, "all": sum(found.values())}.items()}
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            print(self.log.read_text()[-3000:], file=sys.stderr)
+        self.stop()
+
     def stop(self) -> int:
         """End it, and return its exit status."""
-        self.process.send_signal(signal.SIGTERM)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(60)
-        finally:
-            self.process.kill()
+            return self.process.wait(120)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # what it started follows it
+            return self.process.wait()
 
 
 def write_model(folder: Path) -> None:
@@ -266,10 +300,17 @@ def write_model(folder: Path) -> None:
 
 
 def soak(folder: Path, stock: bool, count: int, concurrency: int, say: Callable[[], None]) -> dict[str, Any]:
-    """Return what one server did under the requests."""
+    """Return what one server did under the requests.
+
+    Args:
+        folder: the model.
+        stock: vLLM as it is.
+        count: of requests.
+        concurrency: requests at a time.
+        say: called behind each.
+    """
     log = folder / f"{'stock' if stock else 'sparse'}.log"
-    server = Server(folder, stock, log)
-    try:
+    with Server(folder, stock, log) as server:
         server.wait_until_up()
         requests = list(made_requests(count, 0, stock, KINDS))
         before = answers(server.url)
@@ -299,12 +340,14 @@ def soak(folder: Path, stock: bool, count: int, concurrency: int, say: Callable[
         row["errors_in_log"] = len(re.findall(r"^.*(?:ERROR|Traceback).*$", log.read_text(), re.M))
         row["exit_status"] = server.stop()
         return row
-    finally:
-        server.process.kill()
 
 
 def _exact(url: str, concurrency: int) -> dict[str, int]:
-    """Return what the server counted for requests of which none is given up, and what their clients saw."""
+    """Return what the server counted for requests of which none is given up, and what their clients saw.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
     before = served_activity(url)
     kinds = {kind: share for kind, share in KINDS.items() if kind != "given_up"}
     requests = list(made_requests(EXACT, 1, False, kinds))

@@ -169,48 +169,58 @@ def protocols(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> No
     for row in rows[0]:
         scores.setdefault(row["method"], {}).setdefault(row["protocol"], []).append(row["score"])
     first = next(iter(scores[FULL]))
-    order = sorted(scores, key=lambda method: sum(scores[method][first]) / len(scores[method][first]))
+    order = sorted(scores, key=lambda method: _mean(scores[method][first]))
     figure, axes = panels.bare_grid(1, 1, (7.0, 0.9 + 0.34 * len(order)))
     axis = axes.flat[0]
     for number, protocol in enumerate(scores[FULL]):
         known = [(at, scores[method][protocol]) for at, method in enumerate(order) if protocol in scores[method]]
-        at = [place + 0.2 * (1 - number) for place, _ in known]
-        look = {**style(number, protocol), "linestyle": "none"}
-        axis.plot([sum(of) / len(of) for _, of in known], at, **look)
-        for place, (_, of) in zip(at, known, strict=True):
-            axis.hlines(place, *wilson(of), color=look["color"], linewidth=1, alpha=0.7)
-    axis.set_yticks(range(len(order)), ["full attention" if method == FULL else method for method in order])
-    axis.set_xlim(-0.03, 1.03)
-    axis.xaxis.set_major_formatter(panels.SHARE)
+        _answered(axis, [(place + 0.2 * (1 - number), of) for place, of in known], style(number, protocol))
+    _methods_on(axis, order)
     axis.set_xlabel("prompts answered, with intervals of 95 %")
-    axis.grid(alpha=0.3)
     axis.legend(title="protocol", fontsize=8, title_fontsize=8, loc="lower right")
     one = rows[0][0]
     panels.heading(figure, f"RULER: {one['model']}, {one['length']:,} tokens, {one_budget(rows[0])} rows by choice")
     panels.save(figure, path)
 
 
-def cells(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
-    """A panel a record, a row a method in the order of their means, with its score and the interval of 95 %."""
-    scores: list[dict[str, list[float]]] = []
-    for mine in rows:
-        scores.append({})
+def by_length(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """A panel a model and length, a row a method in the order of their means, with its score and interval of 95 %."""
+    scores: list[dict[str, list[float]]] = [{} for _ in rows]
+    for known, mine in zip(scores, rows, strict=True):
         for row in mine:
-            scores[-1].setdefault(row["method"], []).append(row["score"])
-    order = sorted(scores[0], key=lambda method: sum(sum(of[method]) / len(of[method]) for of in scores))
-    figure, axes = panels.bare_grid(len(rows), len(rows), (2.0 + 2.2 * len(rows), 0.9 + 0.26 * len(order)), sharey=True)
-    for number, (axis, mine) in enumerate(zip(axes.flat, rows, strict=True)):
-        for place, method in enumerate(order):
-            of, look = scores[number][method], style(int(method != FULL), method)
-            axis.plot(sum(of) / len(of), place, marker="o", markersize=5, linestyle="none", color=look["color"])
-            axis.hlines(place, *wilson(of), color=look["color"], linewidth=1, alpha=0.7)
-        axis.set_yticks(range(len(order)), ["full attention" if method == FULL else method for method in order])
-        axis.set_xlim(-0.03, 1.03)
-        axis.xaxis.set_major_formatter(panels.SHARE)
-        axis.grid(alpha=0.3)
+            known.setdefault(row["method"], []).append(row["score"])
+    order = sorted(scores[0], key=lambda method: sum(_mean(known[method]) for known in scores))
+    figure, axes = panels.bare_grid(
+        len(rows), len(rows), (2.0 + 2.2 * len(rows), 0.9 + 0.28 * len(order)), sharex=True, sharey=True
+    )
+    for axis, known, mine in zip(axes.flat, scores, rows, strict=True):
+        for number, wanted in enumerate((True, False)):  # full attention in a colour of its own
+            of = [(at, known[method]) for at, method in enumerate(order) if (method == FULL) == wanted]
+            _answered(axis, of, style(number, "_"))
+        _methods_on(axis, order)
         axis.set_title(f"{mine[0]['model']}, {mine[0]['length']:,} tokens", fontsize=9, loc="left")
-    panels.heading(figure, f"RULER's needles answered, with intervals of 95 %; {one_budget(rows[0])} rows by choice")
+    figure.supxlabel("prompts answered, with intervals of 95 %", fontsize=9)
+    panels.heading(figure, f"RULER's needles by method, {one_budget(rows[0])} rows by choice")
     panels.save(figure, path)
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)
+
+
+def _answered(axis: Any, of: Sequence[tuple[float, Sequence[float]]], look: Mapping[str, Any]) -> None:
+    """Draw the mean of scores and its interval at each place of the y-axis."""
+    axis.plot([_mean(scores) for _, scores in of], [at for at, _ in of], **{**look, "linestyle": "none"})
+    for at, scores in of:
+        axis.hlines(at, *wilson(scores), color=look["color"], linewidth=1, alpha=0.7)
+
+
+def _methods_on(axis: Any, order: Sequence[str]) -> None:
+    """Name the methods on the y-axis, and shares on the x-axis."""
+    axis.set_yticks(range(len(order)), ["full attention" if method == FULL else method for method in order])
+    axis.set_xlim(-0.03, 1.03)
+    axis.xaxis.set_major_formatter(panels.SHARE)
+    axis.grid(alpha=0.3)
 
 
 def one_budget(rows: Rows) -> int:
@@ -219,5 +229,20 @@ def one_budget(rows: Rows) -> int:
     return budget
 
 
-ALL = (accuracy, agreement, cells, field, frontier, growth, inspected, layers, protocols, recall, scaling, steps)
-DRAWN: dict[str, Callable[[Path, Sequence[Record], Sequence[Rows]], None]] = {one.__name__: one for one in ALL}
+DRAWN: dict[str, Callable[[Path, Sequence[Record], Sequence[Rows]], None]] = {
+    one.__name__: one
+    for one in (
+        accuracy,
+        agreement,
+        by_length,
+        field,
+        frontier,
+        growth,
+        inspected,
+        layers,
+        protocols,
+        recall,
+        scaling,
+        steps,
+    )
+}

@@ -27,6 +27,7 @@ from benchmarks.methods import Method
 from sparseattn import KVCache, Quest, Selection, Tail, decode, make_selector
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model import measure
+from sparseattn.cost_model.environment import features
 from sparseattn.cost_model.machine import Machine
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 
@@ -261,7 +262,7 @@ def test_the_record_of_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert record["complete"]
     assert record["versions"]["torch"]
     assert record["machine"]["cores"]
-    assert isinstance(record["features"], list)
+    assert record["features"] == features()
     assert (record["device"], record["dtype"], record["evict_mib"]) == ("cpu", ["float32"], 0)
     wide, narrow = record["results"]
     assert (wide["heads"], wide["rows"], wide["size"], wide["dtype"]) == (2, 600, 16, "float32")
@@ -313,7 +314,7 @@ def test_the_record_of_scaling_and_what_was_predicted_of_it(
     assert json.loads((tmp_path / "scaling-cpu.json").read_text()) == record
     assert record["complete"]
     assert record["machine"]["cores"]
-    assert isinstance(record["features"], list)
+    assert record["features"] == features()
     assert record["versions"]["torch"]
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     sweeps = record["sweeps"]
@@ -362,7 +363,7 @@ def test_the_record_of_nearest(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "nearest-cpu.json").read_text())
     assert (record["rows"], record["size"], record["dtype"]) == (300, 16, "float32")
     assert record["machine"]["cores"]
-    assert isinstance(record["features"], list)
+    assert record["features"] == features()
     assert record["versions"]["torch"]
     (way,) = record["ways"].values()
     assert way["same"] == 1

@@ -116,8 +116,14 @@ def engine(model: Path, sparse: dict[str, Any] | None, apart: bool = False, **gi
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM looks at every name
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(apart)))
-        gc.freeze()  # vLLM collects five times while it starts, two of its five seconds; its shutdown undoes this
-        llm = LLM(model=str(model), additional_config=additional, **{**ENGINE, **given})
+        # vLLM collects five times while it starts, over all that imports left: half of its five seconds. Where it
+        # starts, its shutdown undoes this.
+        gc.freeze()
+        try:
+            llm = LLM(model=str(model), additional_config=additional, **{**ENGINE, **given})
+        except BaseException:
+            gc.unfreeze()
+            raise
     try:
         yield llm
     finally:
