@@ -18,7 +18,7 @@ from benchmarks import records
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, spread
 from benchmarks.records import RESULTS
-from sparseattn.cost_model.environment import machine, versions
+from sparseattn.cost_model.environment import features, machine, versions
 from sparseattn.kernels.nearest import nearest
 from sparseattn.utils.devices import usable_device
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None, say: Callable[[str], None] = pr
     result = measure(queries[0, 0, 0], keys[0, 0], options.count, options.repeats, options.device)
     names = ("rows", "queries", "size", "count", "repeats", "device")
     record = {"question": "exact nearest keys", "dtype": "float32", **{name: getattr(options, name) for name in names}}
-    record |= result | {"versions": versions(), "machine": machine()}
+    record |= result | {"versions": versions(), "machine": machine(), "features": features()}
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"nearest-{torch.device(options.device).type}.json"
     records.save(record, path)
