@@ -50,8 +50,9 @@ LAYERS, VOCABULARY = 2, 49_152
 SPARSE = {"--budget": 256, "--above": 512, "--sink": 4, "--window": 64, "--dense-layers": 1}
 EARLY = 50  # requests before memory is looked at first
 SAME = 16  # prompts that are asked one by one, before all others and again behind them
-EXACT = 64  # requests at the end of which none is given up, so that counters have to be the clients' to the row
-SECONDS, SETTLE = 600, 10  # that an answer, and that a server may take: to answer; after it, before memory is read
+EXACT = 64  # requests behind the others; none of them is given up, so that the server's counters must be the clients'
+SECONDS = 600  # that an answer may take
+SETTLE = 10  # seconds between the last answer and a look at memory
 KINDS = {"whole": 60, "streamed": 25, "given_up": 8, "bad": 7}  # of 100 requests
 # What no server takes -> the status that says so. Of what only sparseattn knows, stock is given the second.
 BAD: tuple[tuple[dict[str, Any], dict[str, Any], int], ...] = (
@@ -146,23 +147,20 @@ async def ask(client: httpx.AsyncClient, request: Request, seen: Seen) -> None:
         if status != request.status:
             raise ValueError(f"status {status} in place of {request.status}")
         if request.kind in ("whole", "streamed"):
-            _check_usage(usage, request.body["max_tokens"])
+            seen.usage.update(_counts(usage, request.body["max_tokens"]))
     except (httpx.HTTPError, ValueError) as error:
         seen.wrong.append(f"{request.kind}: {type(error).__name__}: {error}")
-        return
-    seen.kinds[request.kind] += 1
-    if request.kind in ("whole", "streamed"):
-        assert usage is not None
-        seen.usage.update(usage.get("sparseattn") or {})
-        seen.usage["completion_tokens"] += usage["completion_tokens"]
+    else:
+        seen.kinds[request.kind] += 1
 
 
-def _check_usage(usage: dict[str, Any] | None, tokens: int) -> None:
-    """ValueError where an answer has no usage, or another number of tokens than was asked for."""
+def _counts(usage: dict[str, Any] | None, tokens: int) -> dict[str, int]:
+    """Return the counts of an answer's usage; ValueError where it has none, or not as many tokens as asked for."""
     if usage is None:
         raise ValueError("an answer without its usage")
     if usage["completion_tokens"] != tokens:
         raise ValueError(f"{usage['completion_tokens']} tokens in place of {tokens}")
+    return {"completion_tokens": tokens, **(usage.get("sparseattn") or {})}
 
 
 async def ask_all(url: str, requests: Sequence[Request], concurrency: int, say: Callable[[], None]) -> Seen:
