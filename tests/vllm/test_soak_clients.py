@@ -1,4 +1,4 @@
-"""`benchmarks.vllm_soak`: both servers get the same requests, and what clients note is what a server does."""
+"""`benchmarks.vllm_soak_clients`: both servers get the same requests, and what clients note is what a server does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from benchmarks.vllm_soak import BAD, KINDS, LONGEST, SHORTEST, Request, Seen, ask, made_requests
+from benchmarks.vllm_soak_clients import BAD, KINDS, LONGEST, SHORTEST, Request, Seen, ask, made_requests
 
 ANSWER = {"usage": {"completion_tokens": 3, "sparseattn": {"rows_read": 5}}}
 PIECES = "".join(f"data: {json.dumps({'piece': number})}\n\n" for number in range(4))
