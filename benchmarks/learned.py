@@ -44,8 +44,12 @@ class Way:
         return self.spec if self.train is None else f"{self.spec}{joined}artefact={file}"
 
 
-def ways(steps: int) -> list[Way]:
-    """Return every method that is compared."""
+def ways(steps: int, head_dim: int, seal: int) -> list[Way]:
+    """Return every method that is compared.
+
+    A block of SeerAttention's gate has a key of 16 bits a channel: at 2 bytes a row it is as long as a head has
+    channels. Blocks that are longer than what is sealed at once are left out: more rows would wait densely.
+    """
     found = [Way("the true order", 0, "exact:group=softmax")]
     for size in BYTES:
         bits, parts = 8 * size, 2 * size
@@ -56,8 +60,17 @@ def ways(steps: int) -> list[Way]:
             Way("hata", size, f"hata:bits={bits}", _index(IndexRecipe("hata", bits, steps=steps))),
             Way("hata, by its own loss", size, f"hata:bits={bits}", _index(IndexRecipe("hata", bits, "hata", steps))),
             Way("hata, random directions", size, f"hata:bits={bits}"),
+            Way(
+                "hashattention",
+                size,
+                f"hashattention:bits={bits}",
+                _index(IndexRecipe("hashattention", bits, steps=steps)),
+            ),
             Way("indexer", size, f"indexer:dimensions={parts}", _index(IndexRecipe("indexer", parts, steps=steps))),
         ]
+        page = 2 * head_dim // size
+        if seal % page == 0:
+            found.append(Way("seer", size, f"seer:page={page}", _index(IndexRecipe("seer", page, steps=steps))))
     return found
 
 
@@ -123,13 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if both := set(options.train.split(",")) & set(options.judge.split(",")):
         command.error(f"a text that was trained on judges nothing, got {', '.join(sorted(both))} in both")
     results: list[dict[str, Any]] = []
-    every = ways(options.steps)
+    trace = Trace.open(_file(options, options.judge.split(",")[0]))
+    every = ways(options.steps, trace.shapes[trace.layers[0]].size, options.seal)
     with tempfile.TemporaryDirectory() as folder, progress_bar() as bar:
         task = bar.add_task("learned", total=len(every))
         for way in every:
             results += measured(options, way, Path(folder))
             bar.advance(task)
-    trace = Trace.open(_file(options, options.judge.split(",")[0]))
     record = {
         "question": "what learned indexes find beside product codes at equal bytes",
         "model": trace.meta.get("model"),

@@ -26,7 +26,6 @@ from sparseattn.core.context import StepContext
 from sparseattn.evaluation.step_measures import compare
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.kernels.page_bounds.reference import page_bounds
-from sparseattn.kernels.random_draws import places_drawn, streams
 from sparseattn.recommend import trials
 from sparseattn.roles.role import Role
 from sparseattn.roles.roles import Roles
@@ -179,25 +178,6 @@ def test_random_draws_are_uniform_distinct_and_seeded() -> None:
         layer.append(cache.keys, cache.values)
     first, second = (layer.select(query, 8).rows for layer in layers)
     assert not torch.equal(first, second), "layers draw apart"
-
-
-@pytest.mark.parametrize("count", [1, 5, 200, 4100])
-def test_places_are_drawn_without_replacement_and_every_pair_as_often(count: int) -> None:
-    places = min(count, 40)
-    drawn = places_drawn(
-        streams(3, 0, range(50), torch.device("cpu")), torch.arange(40), torch.tensor(40 * [count]), places
-    )
-    assert drawn.shape == (40, 50, places)
-    assert int(drawn.min()) >= 0
-    assert int(drawn.max()) < count
-    there = torch.zeros(2000, count).scatter_(1, drawn.flatten(0, 1), 1.0)
-    assert bool((there.sum(1) == places).all()), "distinct"
-    together = (there.mT @ there / 2000)[~torch.eye(count, dtype=torch.bool)]  # of each pair
-    if count > 1:
-        chance = places * (places - 1) / count / (count - 1)
-        assert float((together - chance).abs().max()) < 6.5 * (chance * (1 - chance) / 2000) ** 0.5 + 5e-3
-    fewer = places_drawn(streams(3, 0, [0], torch.device("cpu")), torch.tensor([9]), torch.tensor([count]), count + 3)
-    assert fewer.sort().values.tolist() == [[[-1, -1, -1, *range(count)]]], "and no more than there are"
 
 
 def test_window_reads_nothing_beyond_its_zones() -> None:

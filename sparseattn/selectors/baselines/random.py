@@ -11,7 +11,8 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan
-from sparseattn.kernels.random_draws import places_drawn, streams, tries
+from sparseattn.kernels.drawn_places.dispatch import places_drawn, tries
+from sparseattn.kernels.random_draws import streams
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
 

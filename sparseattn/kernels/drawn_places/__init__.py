@@ -1,0 +1,1 @@
+"""Places drawn at random without replacement, at the cost of those drawn (random)."""
