@@ -9,12 +9,11 @@ from sparseattn.kernels.drawn_places.dispatch import places_drawn
 from sparseattn.kernels.random_draws import streams
 
 
-@pytest.mark.parametrize("impl", ["torch", "numba"])
-@pytest.mark.parametrize("count", [1, 5, 200, 4100])
-def test_places_are_drawn_without_replacement_and_every_pair_as_often(count: int, impl: str) -> None:
+@pytest.mark.parametrize("count", [1, 5, 200, 700])
+def test_places_are_drawn_without_replacement_and_every_pair_as_often(count: int) -> None:
     places = min(count, 40)
     drawn = places_drawn(
-        streams(3, 0, range(50), torch.device("cpu")), torch.arange(40), torch.tensor(40 * [count]), places, impl
+        streams(3, 0, range(50), torch.device("cpu")), torch.arange(40), torch.tensor(40 * [count]), places
     )
     assert drawn.shape == (40, 50, places)
     assert int(drawn.min()) >= 0
@@ -26,7 +25,7 @@ def test_places_are_drawn_without_replacement_and_every_pair_as_often(count: int
         chance = places * (places - 1) / count / (count - 1)
         assert float((together - chance).abs().max()) < 6.5 * (chance * (1 - chance) / 2000) ** 0.5 + 5e-3
     one = streams(3, 0, [0], torch.device("cpu"))
-    fewer = places_drawn(one, torch.tensor([9]), torch.tensor([count]), count + 3, impl)
+    fewer = places_drawn(one, torch.tensor([9]), torch.tensor([count]), count + 3)
     assert fewer.sort().values.tolist() == [[[-1, -1, -1, *range(count)]]], "and no more than there are"
 
 

@@ -60,12 +60,12 @@ def _pages(queries, head, form, count, pages, page, out_of):
                 if page >= LANES:
                     tile_logits(
                         1, many, packed, codes, words, bits, rounded, rounded_at, wide, scale, base, g, valid,
-                        valid_at + row, out, to + g * out_step, out_step,
+                        valid_at + row, out, to + g * out_step, out_step, np.intp(0),
                     )  # fmt: skip
                     continue
                 tile_logits(
                     1, many, packed, codes, words, bits, rounded, rounded_at, wide, scale, base, g, valid,
-                    valid_at + row, part, 0, LANES,
+                    valid_at + row, part, np.intp(0), np.intp(LANES), np.intp(0),
                 )  # fmt: skip
                 for k in range(many):
                     for i in range(page):

@@ -2,7 +2,7 @@
 
 A register takes a word of 16 rows (`packing`), of each four codes at adjacent channels once it is shifted and masked.
 They meet four numbers of a query, times the group's steps, which is rounded to 8 bits with one factor for each group
-and query head: four products and their sum are one instruction where there is AVX-512 VNNI, three with AVX2, and
+and query head: four products and their sum are one instruction where there is AVX-512 VNNI, two with AVX2, and
 vectors of plain integers elsewhere; `instructions` says which. One unpacking serves up to four query heads.
 
 Rounding the query moves a logit by at most `D last top / (508 sqrt(D))`, `last` the largest code and `top` the largest
@@ -46,8 +46,10 @@ from sparseattn.kernels.numba_vectors import (
 )
 
 SERVED = 4  # query heads whose sums for two tiles of rows stay in registers
-LINES_AHEAD = 48  # codes asked for before their turn: 3 kB, so that rounding a group's query does not hold them up
+LINES_AHEAD = 128  # codes asked for before their turn, 8 kB: rounding a group's query does not hold them up
 LEAST = 1e-30  # of a query's numbers times steps, below which all are taken for zero
+SIXTEENS, EIGHTS, BYTES = ir.VectorType(ir.IntType(16), 16), ir.VectorType(WORD, 8), ir.VectorType(BYTE, 32)
+MOST_SIXTEENS = (2**15 - 1) // (2 * 127)  # pairs of products of codes of 1 with 8 bits
 ONE, NONE = np.float32(1), np.float32(-0.0)  # what is multiplied with and added where it shall change nothing
 
 
@@ -64,25 +66,62 @@ def instructions() -> str:
 PAIRS = instructions() == "vnni"  # two tiles at a time: an addition takes longer than those of one; 32 registers
 
 
-def _plus_products(builder, total, codes, rounded):
-    """Of each lane, `total` and the products of its four unsigned codes with four signed bytes."""
-    how = instructions()
-    if how == "vnni":
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, codes, rounded)
-    if how == "avx2":
-        eights, sixteens = ir.VectorType(BYTE, 32), ir.VectorType(ir.IntType(16), 16)
-        sums = []
-        for half in (0, 1):  # codes to 15 times two bytes do not saturate 16 bits
-            lanes = ir.Constant(ir.VectorType(WORD, 8), [8 * half + lane for lane in range(8)])
-            a, b = (builder.bitcast(builder.shuffle_vector(x, x, lanes), eights) for x in (codes, rounded))
-            twos = call(builder, "llvm.x86.avx2.pmadd.ub.sw", sixteens, a, b)
-            sums.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(WORD, 8), twos, every(sixteens, 1)))
-        return builder.add(total, builder.shuffle_vector(*sums, ir.Constant(WORDS, list(range(LANES)))))
-    for byte in range(4):
-        code = builder.and_(builder.lshr(codes, every(WORDS, 8 * byte)), every(WORDS, 255))
-        signed = builder.ashr(builder.shl(rounded, every(WORDS, 24 - 8 * byte)), every(WORDS, 24))
-        total = builder.add(total, builder.mul(code, signed))
-    return total
+class _Sums:
+    """Of each lane, the sum of the products of its four unsigned codes with four signed bytes, over several words.
+
+    On AVX2 two products and their sum have 16 bits. So have the sums of as many words as fit: `begin` and `end` stand
+    around at most `words_at_once` of them. Elsewhere sums have 32 bits at once.
+    """
+
+    def __init__(self, builder):
+        self.builder = builder
+        self.total = cgutils.alloca_once(builder, WORDS)
+        self.halves = [cgutils.alloca_once(builder, SIXTEENS) for _ in range(2 * (instructions() == "avx2"))]
+        builder.store(every(WORDS, 0), self.total)
+
+    def begin(self):
+        for half in self.halves:
+            self.builder.store(every(SIXTEENS, 0), half)
+
+    def add(self, codes, rounded):
+        builder = self.builder
+        for half, sums in enumerate(self.halves):
+            a, b = (builder.bitcast(self._half(x, half), BYTES) for x in (codes, rounded))
+            twos = call(builder, "llvm.x86.avx2.pmadd.ub.sw", SIXTEENS, a, b)
+            builder.store(builder.add(builder.load(sums), twos), sums)
+        if self.halves:
+            return
+        total = builder.load(self.total)
+        if instructions() == "vnni":
+            total = call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, codes, rounded)
+        else:
+            for byte in range(4):
+                code = builder.and_(builder.lshr(codes, every(WORDS, 8 * byte)), every(WORDS, 255))
+                signed = builder.ashr(builder.shl(rounded, every(WORDS, 24 - 8 * byte)), every(WORDS, 24))
+                total = builder.add(total, builder.mul(code, signed))
+        builder.store(total, self.total)
+
+    def end(self):
+        if self.halves:
+            builder = self.builder
+            fours = [
+                call(builder, "llvm.x86.avx2.pmadd.wd", EIGHTS, builder.load(sums), every(SIXTEENS, 1))
+                for sums in self.halves
+            ]
+            both = builder.shuffle_vector(*fours, ir.Constant(WORDS, list(range(LANES))))
+            builder.store(builder.add(builder.load(self.total), both), self.total)
+
+    def _half(self, x, half):
+        lanes = ir.Constant(EIGHTS, [8 * half + lane for lane in range(8)])
+        return self.builder.shuffle_vector(x, x, lanes)
+
+
+def words_at_once(builder, words, planes, last):
+    """Return of how many of a row's words the products add up to no more than 16 bits hold, if sums have as many."""
+    if instructions() != "avx2":
+        return words
+    most = builder.sdiv(ir.Constant(last.type, MOST_SIXTEENS), builder.mul(last, planes))
+    return builder.select(builder.icmp_signed("<", most, words), most, words)
 
 
 @intrinsic
@@ -170,12 +209,13 @@ def _round_queries(
 @intrinsic(prefer_literal=True)
 def tile_logits(
     typing, tiles, served, packed, packed_at, words, bits, rounded, rounded_at, wide, scale, base, g, valid, valid_at,
-    out, out_at, head_step,
+    out, out_at, head_step, lines_ahead,
 ):  # fmt: skip
     """Write the logits of `tiles` (1 or 2) times 16 rows for `served` (1 to 4) query heads.
 
     Codes are `packed[packed_at:]`; of query head k from g on the rounded query is `rounded[rounded_at + k * wide:]`,
-    and the logits go to `out[out_at + k * head_step:]`. -inf where `valid[valid_at:]` is 0.
+    and the logits go to `out[out_at + k * head_step:]`. -inf where `valid[valid_at:]` is 0. Codes
+    `lines_ahead` registers further on are asked for.
     """
     if not isinstance(tiles, types.IntegerLiteral):
         return None
@@ -184,7 +224,7 @@ def tile_logits(
     def code(context, builder, signature, arguments):
         (
             _, served_, packed_, packed_at_, words_, bits_, rounded_, rounded_at_, wide_, scale_, base_, g_, valid_,
-            valid_at_, out_, out_at_, head_step_,
+            valid_at_, out_, out_at_, head_step_, lines_ahead_,
         ) = arguments  # fmt: skip
 
         def number(n):
@@ -198,18 +238,19 @@ def tile_logits(
         codes_from = place_in(context, builder, packed, packed_, packed_at_, WORDS)
         rounded_from = place_in(context, builder, rounded, rounded_, rounded_at_, WORD)
         word_of = [cgutils.alloca_once(builder, WORDS) for _ in range(many)]
+        at_once = words_at_once(builder, words_, planes, last)
 
         def products(heads):
-            totals = [[cgutils.alloca_once(builder, WORDS) for _ in range(heads)] for _ in range(many)]
-            for total in (total for of_tile in totals for total in of_tile):
-                builder.store(every(WORDS, 0), total)
-            with cgutils.for_range(builder, words_) as word:
+            sums = [[_Sums(builder) for _ in range(heads)] for _ in range(many)]
+            everyone = [total for of_tile in sums for total in of_tile]
+
+            def add_word(word):
                 for t in range(many):
-                    place = builder.add(builder.mul(words_, number(t)), word.index)
+                    place = builder.add(builder.mul(words_, number(t)), word)
                     builder.store(builder.load(builder.gep(codes_from, [place]), align=1), word_of[t])
-                    ask_for(builder, builder.gep(codes_from, [builder.add(place, number(LINES_AHEAD))]))
+                    ask_for(builder, builder.gep(codes_from, [builder.add(place, lines_ahead_)]))
                 with cgutils.for_range(builder, planes) as plane:
-                    place = builder.add(builder.mul(plane.index, words_), word.index)
+                    place = builder.add(builder.mul(plane.index, words_), word)
                     numbers = []
                     for k in range(heads):
                         of_head = builder.gep(rounded_from, [builder.add(place, builder.mul(gap, number(k)))])
@@ -219,8 +260,17 @@ def tile_logits(
                         builder.store(builder.lshr(codes, shift), word_of[t])
                         codes = builder.and_(codes, mask)
                         for k in range(heads):
-                            total = totals[t][k]
-                            builder.store(_plus_products(builder, builder.load(total), codes, numbers[k]), total)
+                            sums[t][k].add(codes, numbers[k])
+
+            with cgutils.for_range_slice(builder, number(0), words_, at_once, intp=words_.type) as (first, _):
+                for total in everyone:
+                    total.begin()
+                end = builder.add(first, at_once)
+                end = builder.select(builder.icmp_signed("<", end, words_), end, words_)
+                with cgutils.for_range_slice(builder, first, end, number(1), intp=words_.type) as (word, _):
+                    add_word(word)
+                for total in everyone:
+                    total.end()
             known = place_in(context, builder, valid, valid_, valid_at_, MARKS)
             for t in range(many):
                 there = builder.load(builder.gep(known, [number(t)]), align=1)
@@ -229,7 +279,7 @@ def tile_logits(
                     of_head = builder.add(g_, number(k))
                     by = splat(builder, builder.load(place_in(context, builder, scale, scale_, of_head)), FLOATS)
                     plus = splat(builder, builder.load(place_in(context, builder, base, base_, of_head)), FLOATS)
-                    logit = times_plus(builder, builder.sitofp(builder.load(totals[t][k]), FLOATS), by, plus)
+                    logit = times_plus(builder, builder.sitofp(builder.load(sums[t][k].total), FLOATS), by, plus)
                     place = builder.add(builder.add(out_at_, number(t * LANES)), builder.mul(head_step_, number(k)))
                     to = place_in(context, builder, out, out_, place, FLOATS)
                     builder.store(builder.select(there, logit, every(FLOATS, -math.inf)), to, align=4)
@@ -242,7 +292,7 @@ def tile_logits(
     place = types.intp
     return types.void(
         tiles, place, packed, place, place, place, rounded, place, place, scale, base, place, valid, place, out, place,
-        place,
+        place, place,
     ), code  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from sparseattn.kernels.numba_rows import LN2, LOG2E, fetch, flat_rows, storage_
 from sparseattn.kernels.numba_threads import ALONE, EXPONENTIAL, ONE_AT_A_TIME, STEP, use_threads
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, LOWEST, WORDS, every, larger, logarithms, place_in, powers
 from sparseattn.kernels.quantized_keys.cpu_products import (
+    LINES_AHEAD,
     PAIRS,
     SERVED,
     round_group,
@@ -112,6 +113,7 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
     queries, rounding = (flat, h * share * padded, share, padded), (size, bits, wide)
     paired = tiles & -2 if PAIRS else 0
     shared, alone = len(places) > 0, page == 1
+    lines_ahead = 0 if shared else LINES_AHEAD  # groups of a store lie anywhere
     own = np.empty(1 if alone else SERVED * rows, np.float32)
     masses = np.empty(LANES, np.float32)
     for group in range(first, last):
@@ -136,12 +138,12 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
             for t in range(0, paired, 2):
                 tile_logits(
                     2, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base, g,
-                    valid, row + t * LANES, into, into_at + t * LANES, head_step,
+                    valid, row + t * LANES, into, into_at + t * LANES, head_step, np.intp(lines_ahead),
                 )  # fmt: skip
             for t in range(paired, tiles):
                 tile_logits(
                     1, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base, g,
-                    valid, row + t * LANES, into, into_at + t * LANES, head_step,
+                    valid, row + t * LANES, into, into_at + t * LANES, head_step, np.intp(lines_ahead),
                 )  # fmt: skip
             if alone:
                 continue
