@@ -19,9 +19,12 @@ RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no q
 
 
 def metric_of(queries: Tensor) -> Tensor:
-    """Return `[H,D,D]` float64, the mean of `q q'` over queries `[H,G,m,D]` of each KV head's group, and the ridge."""
-    flat = queries.double().flatten(1, 2)
-    moment = flat.mT @ flat / max(flat.shape[1], 1)
+    """Return `[H,D,D]` float64, the mean of `q q'` over queries `[H,G,m,D]` of each KV head's group, and the ridge.
+
+    The sums have the queries' dtype: their rounding is far below the ridge, and decompositions alone need more.
+    """
+    flat = queries.flatten(1, 2)
+    moment = (flat.mT @ flat).double() / max(flat.shape[1], 1)
     size = moment.shape[2]
     mean = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
     identity = torch.eye(size, dtype=moment.dtype, device=moment.device)
@@ -43,8 +46,8 @@ def balanced(keys: Tensor, metric: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     lengths, axes = torch.linalg.eigh(metric)
     root = lengths.sqrt()[:, :, None]
     forth, back = axes.mT * root, axes.mT / root
-    turned = keys.double() @ forth.mT
-    variances, directions = torch.linalg.eigh(turned.mT @ turned / max(keys.shape[1], 1))
+    turned = keys @ forth.to(keys.dtype).mT
+    variances, directions = torch.linalg.eigh((turned.mT @ turned).double() / max(keys.shape[1], 1))
     order = torch.stack([dealt(of_head, parts) for of_head in variances])
     rotation = directions.gather(2, order[:, None].expand_as(directions)).mT
     return (rotation @ forth).float(), (rotation @ back).float()

@@ -113,11 +113,17 @@ class Ranked(EstimatesMass, SharesScores, Selector):
 
 
 def _alone(rows: Rows, b: int) -> Rows:
-    """Return the real rows of sequence b, and their queries."""
-    real = rows.positions[b] >= 0
+    """Return the real rows of sequence b, and their queries; views where nothing is padding."""
+    real = _real(rows.positions[b])
     keys, values = (part[b : b + 1, :, real] for part in (rows.keys, rows.values))
     if rows.queries is None or rows.query_positions is None:
         return Rows(keys, values, rows.positions[b : b + 1, real])
-    sampled = rows.query_positions[b] >= 0
+    sampled = _real(rows.query_positions[b])
     at = rows.query_positions[b : b + 1, sampled]
     return Rows(keys, values, rows.positions[b : b + 1, real], rows.queries[b : b + 1, :, :, sampled], at)
+
+
+def _real(positions: Tensor) -> Tensor | slice:
+    """Return what picks those of `positions` `[n]` that are no padding."""
+    real = positions >= 0
+    return slice(None) if bool(real.all()) else real

@@ -1,0 +1,140 @@
+"""Codes within buckets: what is found against the bytes read where neither stage looks at all tokens.
+
+``python -m benchmarks.sublinear --keys 131072 --results OUT`` from the repository root makes a synthetic trace of so
+many tokens and replays its last ones; ``--trace FILE --learn FILE`` takes captured ones. Buckets propose several times
+the tokens that may be read, and product codes rank these alone, as in an inverted file. Beside them stand each stage
+alone, the true order and Quest. Buckets are learned from other tokens than those that ask: of a synthetic trace from
+its first ones, else from the traces to learn from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks import records
+from sparseattn.cli.inputs import open_traces
+from sparseattn.cli.progress import progress_bar
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.full_attention import FullAttentions
+from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
+from sparseattn.training import Recipe, train
+
+NAME = "sublinear.json"
+BUCKETS = ("kmeans", "moments", "saap")
+TIMES = (4, 16)  # tokens proposed for each that may be read
+PROBES = 512  # buckets that may be visited; the tokens asked for are fewer
+
+
+def methods(codes: str) -> dict[str, str]:
+    """Return what is compared: name -> the selector, with FILE for that of the buckets."""
+    buckets = {name: f"{name}:artefact=FILE,probes={PROBES}" for name in BUCKETS}
+    both = {
+        f"{name} x{times} + {codes}": f"twostage:pages=[{spec}],times={times},second=[{codes}]"
+        for name, spec in buckets.items()
+        for times in TIMES
+    }
+    return {"exact:group=softmax": "exact:group=softmax", "quest": "quest", codes: codes, **buckets, **both}
+
+
+def measured(trace: Trace, file: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return of each method and budget what it recovers, its worst head, and the share of the cache's bytes read."""
+    how = Replay(**{name: getattr(options, name) for name in ("sink", "window", "seal", "last")})
+    rows, full_attentions = [], FullAttentions()
+    with progress_bar() as bar:
+        for name, spec in bar.track(methods(options.codes).items(), description=trace.name):
+            started, method = time.monotonic(), make_selector(spec.replace("FILE", str(file)))
+            for found in evaluate_budgets(trace, method, options.budgets, how, full_attentions=full_attentions):
+                shares = {"recovered": found.mean("recovered"), "worst": found.worst("recovered")}
+                shares["bytes_share"] = found.mean("bytes_share")
+                rows.append({"method": name, "budget": found.budget, **shares})
+            bar.console.print(f"{name}: {time.monotonic() - started:.0f} s")
+    return rows
+
+
+def learned(trace: Trace, folder: Path, options: argparse.Namespace) -> Path:
+    """Return the file of buckets."""
+    *sources, validated = [Path(path) for path in options.learn] or [
+        folder / f"first-{part}.safetensors" for part in (1, 2)
+    ]
+    if not options.learn:  # of a synthetic trace no second text can be had, so half of the first one validates
+        trace.first(options.learn_tokens).save(sources[0])
+        trace.first(options.learn_tokens // 2).save(validated)
+    file = folder / "buckets.safetensors"
+    roped = trace.ropes[trace.layers[0]] is None
+    recipe = Recipe(roped=roped, steps=options.steps, clusters=options.clusters)
+    train(sources, file, recipe, held_out=[validated], layers=trace.layers)
+    return file
+
+
+def table(record: Any) -> Iterable[Table]:
+    out = Table("recovered (bytes)", *(f"{budget:,} tokens" for budget in record["budgets"]))
+    for name in dict.fromkeys(row["method"] for row in record["results"]):
+        rows = [row for row in record["results"] if row["method"] == name]
+        out.add_row(name, *(f"{row['recovered']:.2f} ({row['bytes_share']:.2%})" for row in rows))
+    yield out
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="python -m benchmarks.sublinear", description="Codes within buckets.")
+    source = out.add_mutually_exclusive_group(required=True)
+    source.add_argument("--keys", type=int, help="tokens of a synthetic trace")
+    source.add_argument("--trace", help="a trace file")
+    out.add_argument(
+        "--learn", action="append", default=[], help="trace to learn buckets from; the last of several validates"
+    )
+    out.add_argument("--learn-tokens", type=int, default=65_536, help="of a synthetic trace, the first ones")
+    out.add_argument("--clusters", type=int, default=1024, help="buckets of a head")
+    out.add_argument("--steps", type=int, default=500, help="of the buckets' query classifier")
+    out.add_argument("--codes", default="querypq", help="selector that ranks")
+    out.add_argument("--budgets", type=int, nargs="+", default=[256, 1024])
+    out.add_argument("--sink", type=int, default=4)
+    out.add_argument("--window", type=int, default=92)
+    out.add_argument("--seal", type=int, default=64)
+    out.add_argument("--last", type=int, default=32, help="tokens decoded")
+    records.add_options(out)
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    command = parser()
+    options = command.parse_args(arguments)
+    if options.trace is not None and len(options.learn) < 2:
+        command.error("buckets for a captured trace are learned from others: give --learn FILE twice or more")
+    if options.keys is not None and options.learn_tokens + options.last > options.keys:
+        command.error(f"--learn-tokens {options.learn_tokens} leaves none of {options.keys} tokens to ask")
+    if options.keys is not None:
+        trace = synthetic(options.keys, heads=2, group=2, dtype=torch.bfloat16)
+    else:
+        (trace,) = open_traces([options.trace])
+    with tempfile.TemporaryDirectory() as folder:
+        results = measured(trace, learned(trace, Path(folder), options), options)
+    names = ("budgets", "sink", "window", "seal", "last", "clusters", "steps")
+    record = {
+        "question": "what codes within buckets find, and the bytes they read",
+        "model": trace.meta.get("model"),
+        "trace": trace.name,
+        "tokens": trace.tokens,
+        "layers": list(trace.layers),
+        "learned_from": [Path(path).stem for path in options.learn] or f"first {options.learn_tokens} tokens",
+        **{name: getattr(options, name) for name in names},
+        "versions": versions(),
+        "machine": machine(),
+        "results": results,
+    }
+    records.end(record, NAME, table, options)
+
+
+if __name__ == "__main__":
+    main()
