@@ -51,7 +51,7 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
 
 
 def _fill(method: Method, inputs: Inputs, artefact: Path, options: argparse.Namespace, count: int) -> Filled:
-    shape, device = inputs.shape, inputs.shape.device
+    device = inputs.shape.device
     selector = method.selector(inputs, artefact)
     room = count + (options.cycles + 1) * options.seal + unit_of(selector, method.codec)
     on_gpu = torch.device(device).type != "cpu"
