@@ -3,8 +3,8 @@
 ``python -m benchmarks.sublinear --keys 131072 --results OUT`` from the repository root makes a synthetic trace of so
 many tokens and replays its last ones; ``--trace FILE --learn FILE`` takes captured ones. Buckets propose several times
 the tokens that may be read, and product codes rank these alone, as in an inverted file. Beside them stand each stage
-alone, the true order and Quest. Buckets are learned from other tokens than those that ask: of a synthetic trace from
-its first ones, else from the traces to learn from.
+alone, the true order and Quest. Buckets and codes are learned from other tokens than those that ask: of a synthetic
+trace from its first ones, else from the traces to learn from.
 """
 
 from __future__ import annotations
@@ -29,32 +29,37 @@ from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
-from sparseattn.training import Recipe, train
+from sparseattn.training import CodesRecipe, Recipe, train, train_codes
 
 NAME = "sublinear.json"
+BUCKETS_FILE, CODES_FILE = "buckets.safetensors", "codes.safetensors"
 BUCKETS = ("kmeans", "moments", "saap")
 TIMES = (4, 16)  # tokens proposed for each that may be read
+HIDDEN = 512  # width of SAAP's classifier
+QUERIES = 8192  # distinct ones that a classifier sees, and that a synthetic trace has
+AHEAD = 32_768  # tokens that codes are made for too, where there is RoPE
 PROBES = 512  # buckets that may be visited; the tokens asked for are fewer
 
 
-def methods(codes: str) -> dict[str, str]:
-    """Return what is compared: name -> the selector, with FILE for that of the buckets."""
-    buckets = {name: f"{name}:artefact=FILE,probes={PROBES}" for name in BUCKETS}
+def methods(folder: Path) -> dict[str, str]:
+    """Return what is compared: name -> the selector, which reads the files of a folder."""
+    codes = f"querypq:artefact={folder / CODES_FILE}"
+    buckets = {name: f"{name}:artefact={folder / BUCKETS_FILE},probes={PROBES}" for name in BUCKETS}
     both = {
-        f"{name} x{times} + {codes}": f"twostage:pages=[{spec}],times={times},second=[{codes}]"
+        f"{name} x{times} + querypq": f"twostage:pages=[{spec}],times={times},second=[{codes}]"
         for name, spec in buckets.items()
         for times in TIMES
     }
-    return {"exact:group=softmax": "exact:group=softmax", "quest": "quest", codes: codes, **buckets, **both}
+    return {"exact:group=softmax": "exact:group=softmax", "quest": "quest", "querypq": codes, **buckets, **both}
 
 
-def measured(trace: Trace, file: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(trace: Trace, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return of each method and budget what it recovers, its worst head, and the share of the cache's bytes read."""
     how = Replay(**{name: getattr(options, name) for name in ("sink", "window", "seal", "last")})
     rows, full_attentions = [], FullAttentions()
     with progress_bar() as bar:
-        for name, spec in bar.track(methods(options.codes).items(), description=trace.name):
-            started, method = time.monotonic(), make_selector(spec.replace("FILE", str(file)))
+        for name, spec in bar.track(methods(folder).items(), description=trace.name):
+            started, method = time.monotonic(), make_selector(spec)
             for found in evaluate_budgets(trace, method, options.budgets, how, full_attentions=full_attentions):
                 shares = {"recovered": found.mean("recovered"), "worst": found.worst("recovered")}
                 shares["bytes_share"] = found.mean("bytes_share")
@@ -63,19 +68,25 @@ def measured(trace: Trace, file: Path, options: argparse.Namespace) -> list[dict
     return rows
 
 
-def learned(trace: Trace, folder: Path, options: argparse.Namespace) -> Path:
-    """Return the file of buckets."""
+def made(tokens: int) -> Trace:
+    """Return a synthetic trace, with queries of its last tokens; a longer one begins with the same keys and values."""
+    return synthetic(tokens, heads=2, group=2, dtype=torch.bfloat16, queries=min(tokens, QUERIES))
+
+
+def learn(trace: Trace, folder: Path, options: argparse.Namespace) -> None:
+    """Write the files of buckets and of codes."""
     *sources, validated = [Path(path) for path in options.learn] or [
         folder / f"first-{part}.safetensors" for part in (1, 2)
     ]
     if not options.learn:  # of a synthetic trace no second text can be had, so half of the first one validates
-        trace.first(options.learn_tokens).save(sources[0])
-        trace.first(options.learn_tokens // 2).save(validated)
-    file = folder / "buckets.safetensors"
+        made(options.learn_tokens).save(sources[0])
+        made(options.learn_tokens // 2).save(validated)
     roped = trace.ropes[trace.layers[0]] is None
-    recipe = Recipe(roped=roped, steps=options.steps, clusters=options.clusters)
-    train(sources, file, recipe, held_out=[validated], layers=trace.layers)
-    return file
+    recipe = Recipe(options.clusters, hidden=HIDDEN, steps=options.steps, queries=QUERIES, roped=roped)
+    started = time.monotonic()
+    train(sources, folder / BUCKETS_FILE, recipe, held_out=[validated], layers=trace.layers)
+    train_codes(sources, folder / CODES_FILE, CodesRecipe(ahead=0 if roped else AHEAD), layers=trace.layers)
+    print(f"learning: {time.monotonic() - started:.0f} s", flush=True)
 
 
 def table(record: Any) -> Iterable[Table]:
@@ -97,7 +108,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--learn-tokens", type=int, default=65_536, help="of a synthetic trace, the first ones")
     out.add_argument("--clusters", type=int, default=1024, help="buckets of a head")
     out.add_argument("--steps", type=int, default=500, help="of the buckets' query classifier")
-    out.add_argument("--codes", default="querypq", help="selector that ranks")
     out.add_argument("--budgets", type=int, nargs="+", default=[256, 1024])
     out.add_argument("--sink", type=int, default=4)
     out.add_argument("--window", type=int, default=92)
@@ -115,11 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.keys is not None and options.learn_tokens + options.last > options.keys:
         command.error(f"--learn-tokens {options.learn_tokens} leaves none of {options.keys} tokens to ask")
     if options.keys is not None:
-        trace = synthetic(options.keys, heads=2, group=2, dtype=torch.bfloat16)
+        trace = made(options.keys)
     else:
         (trace,) = open_traces([options.trace])
     with tempfile.TemporaryDirectory() as folder:
-        results = measured(trace, learned(trace, Path(folder), options), options)
+        learn(trace, Path(folder), options)
+        results = measured(trace, Path(folder), options)
     names = ("budgets", "sink", "window", "seal", "last", "clusters", "steps")
     record = {
         "question": "what codes within buckets find, and the bytes they read",
