@@ -102,8 +102,8 @@ class TrainOptions:
     rate: Annotated[
         float | None,
         typer.Option(
-            help=f"Highest learning rate. Default: 0.001, or for {HATA} and {INDEXER} 0.01, "
-            f"with --objective {HATA} 0.1, for {HASHATTENTION} and {SEER} 0.003, for {LOCRET} 0.0005."
+            help=f"Highest learning rate. Default: 0.001, or for {HATA} 0.01 (with --objective {HATA} 0.1), "
+            f"for {INDEXER} 0.03, for {HASHATTENTION} and {SEER} 0.003, for {LOCRET} 0.0005."
         ),
     ] = None
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01

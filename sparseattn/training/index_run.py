@@ -41,7 +41,7 @@ from sparseattn.utils.hashing import stream
 WIDTHS = {"hata": 32, "hashattention": 32, "indexer": 8, "seer": 64}  # of each method by default
 METHODS, OBJECTIVES = tuple(WIDTHS), ("attention", "hata")
 RATES = {"attention": 0.01, "hata": 0.1}  # by objective
-OWN_RATES = {"hashattention": 0.003, "seer": 0.003}  # of methods whose maps are large
+OWN_RATES = {"hashattention": 0.003, "seer": 0.003, "indexer": 0.03}  # of methods whose maps are large
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class IndexRecipe:
         width: bits of a hash code, dimensions, or for "seer" rows of a block; 0: 32 bits, 8 dimensions, 64 rows.
         objective: "attention": cross entropy of the attention from the scores; "hata": that method's own loss.
         steps: of each layer.
-        rate: highest learning rate; None: .01, .003 for "hashattention" and "seer", .1 with the objective "hata".
+        rate: highest learning rate; None: .01, .03 for "indexer", .003 for "hashattention" and "seer", .1 with the
+            objective "hata".
         seed: of the first maps, and of what steps draw.
 
     Raises:

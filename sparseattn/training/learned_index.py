@@ -265,26 +265,35 @@ class ProductBooks(Index):
 
 
 class LowDimensions(Index):
-    """Images of keys in few dimensions, in four bits each, as `Indexer` has them."""
+    """Images of keys in few dimensions, in four bits each, as `Indexer` has them.
+
+    Keys are taken less their mean, which adds the same to every row's score, and over their spread, so that rates suit
+    any model.
+    """
 
     def __init__(self, layer: PromptLayer, dimensions: int, draws: torch.Generator) -> None:
         heads, group, _, size = layer.query.shape
-        spread, self.scale = float(layer.keys.square().mean().sqrt()), layer.scale
+        self.mean, self.scale = layer.keys.mean(1, keepdim=True), layer.scale
+        self.spread = float((layer.keys - self.mean).square().mean().sqrt())
         turn = torch.randn(heads, size, dimensions, generator=draws) / size**0.5
         self.parameters = {
-            "keys": turn / spread,  # keys of this root mean square have images of about 1
-            "queries": turn[:, None].repeat(1, group, 1, 1) * (size / dimensions * spread),
+            "keys": turn,  # their images are about 1
+            "queries": turn[:, None].repeat(1, group, 1, 1) * (size / dimensions),
             "far": torch.full((heads, dimensions), math.log(2.5)),
         }
 
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        image = keys @ self.parameters["keys"]
+        image = ((keys - self.mean) / self.spread) @ self.parameters["keys"]
         far = self.parameters["far"].exp()[:, None]
         code = ((image.detach() / far + 1) * 7.5).round().clamp(0, 15)
         inside = (image.detach().abs() <= far.detach()).to(image.dtype)
         kept = rounded(image, torch.zeros_like(image), inside) + (code / 7.5 - 1) * far
-        return self.scale * (query @ self.parameters["queries"]) @ kept[:, None].mT
+        return self.scale * self.spread * (query @ self.parameters["queries"]) @ kept[:, None].mT
 
     def found(self) -> dict[str, Tensor]:
         keys, queries, far = (self.parameters[name].detach() for name in ("keys", "queries", "far"))
-        return {"keys": keys, "queries": queries, "low": -far.exp(), "step": far.exp() / 7.5}
+        keys, far = keys / self.spread, far.exp()
+        low = (self.mean @ keys)[:, 0] - far
+        return {"keys": keys, "queries": queries * self.spread, "low": low, "step": far / 7.5}
+
+

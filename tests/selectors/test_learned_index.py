@@ -106,6 +106,24 @@ def test_what_was_learned_on_other_prompts_finds_more_than_chance(
     assert learned > random + 0.02
 
 
+def test_what_all_keys_have_in_common_does_not_change_what_an_indexer_learns(
+    traces: list[Path], tmp_path: Path
+) -> None:
+    """It adds the same to each logit. Keys of Gemma have most of their length in common."""
+    trace = Trace.open(traces[0])
+    moved = [trace.layer(index) for index in trace.layers]
+    moved = [
+        type(layer)(index, layer.query, layer.keys * 4 + 100, layer.values, layer.scale / 4)
+        for index, layer in enumerate(moved)
+    ]
+    files = traces[0], tmp_path / "moved.safetensors"
+    Trace.build(moved, trace.positions, dict(trace.meta), "moved").save(files[1])
+    recipe = IndexRecipe("indexer", 4, steps=60)
+    first, second = (train_index([file], tmp_path / f"index-{at}.safetensors", recipe) for at, file in enumerate(files))
+    for index in first.layers:
+        assert second.meta["loss"][str(index)] == pytest.approx(first.meta["loss"][str(index)], rel=0.02)
+
+
 def test_a_killed_run_goes_on_from_the_layers_that_are_done(
     traces: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
