@@ -47,8 +47,8 @@ class Way:
 def ways(steps: int, head_dim: int, seal: int) -> list[Way]:
     """Return every method that is compared.
 
-    A block of SeerAttention's gate has a key of 16 bits a channel: at 2 bytes a row it is as long as a head has
-    channels. Blocks that are longer than what is sealed at once are left out: more rows would wait densely.
+    A block of SeerAttention's gate has a key of 16 bits a channel, so at `size` bytes a row it has `2 D / size` rows.
+    Blocks of more rows than are sealed at once are left out: more would wait densely.
     """
     found = [Way("the true order", 0, "exact:group=softmax")]
     for size in BYTES:

@@ -68,19 +68,18 @@ def measured(trace: Trace, folder: Path, options: argparse.Namespace) -> list[di
     return rows
 
 
-def made(tokens: int) -> Trace:
+def made(tokens: int, queries: int) -> Trace:
     """Return a synthetic trace, with queries of its last tokens; a longer one begins with the same keys and values."""
-    return synthetic(tokens, heads=2, group=2, dtype=torch.bfloat16, queries=min(tokens, QUERIES))
+    return synthetic(tokens, heads=2, group=2, dtype=torch.bfloat16, queries=min(tokens, queries))
 
 
 def learn(trace: Trace, folder: Path, options: argparse.Namespace) -> None:
     """Write the files of buckets and of codes."""
-    *sources, validated = [Path(path) for path in options.learn] or [
-        folder / f"first-{part}.safetensors" for part in (1, 2)
-    ]
-    if not options.learn:  # of a synthetic trace no second text can be had, so half of the first one validates
-        made(options.learn_tokens).save(sources[0])
-        made(options.learn_tokens // 2).save(validated)
+    sources, validated = [Path(path) for path in options.learn], Path(options.validate or "")
+    if options.keys is not None:  # no second text can be had, so half of the first one validates
+        sources, validated = [folder / "first.safetensors"], folder / "half.safetensors"
+        made(options.learn_tokens, QUERIES).save(sources[0])
+        made(options.learn_tokens // 2, QUERIES).save(validated)
     roped = trace.ropes[trace.layers[0]] is None
     recipe = Recipe(options.clusters, hidden=HIDDEN, steps=options.steps, queries=QUERIES, roped=roped)
     started = time.monotonic()
@@ -102,9 +101,9 @@ def parser() -> argparse.ArgumentParser:
     source = out.add_mutually_exclusive_group(required=True)
     source.add_argument("--keys", type=int, help="tokens of a synthetic trace")
     source.add_argument("--trace", help="a trace file")
-    out.add_argument(
-        "--learn", action="append", default=[], help="trace to learn buckets from; the last of several validates"
-    )
+    learn_from = "trace to learn buckets and codes from; repeat for more"
+    out.add_argument("--learn", action="append", default=[], help=learn_from)
+    out.add_argument("--validate", help="trace that the buckets' query classifier is validated on")
     out.add_argument("--learn-tokens", type=int, default=65_536, help="of a synthetic trace, the first ones")
     out.add_argument("--clusters", type=int, default=1024, help="buckets of a head")
     out.add_argument("--steps", type=int, default=500, help="of the buckets' query classifier")
@@ -120,12 +119,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     command = parser()
     options = command.parse_args(arguments)
-    if options.trace is not None and len(options.learn) < 2:
-        command.error("buckets for a captured trace are learned from others: give --learn FILE twice or more")
+    if options.trace is not None and not (options.learn and options.validate):
+        command.error("what a captured trace is read by is learned from others: give --learn FILE and --validate FILE")
+    if options.keys is not None and (options.learn or options.validate):
+        command.error("a synthetic trace is read by what its first tokens teach: leave out --learn and --validate")
     if options.keys is not None and options.learn_tokens + options.last > options.keys:
         command.error(f"--learn-tokens {options.learn_tokens} leaves none of {options.keys} tokens to ask")
     if options.keys is not None:
-        trace = made(options.keys)
+        trace = made(options.keys, max(64, options.last))  # the last 64 say how large queries are
     else:
         (trace,) = open_traces([options.trace])
     with tempfile.TemporaryDirectory() as folder:
@@ -139,6 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tokens": trace.tokens,
         "layers": list(trace.layers),
         "learned_from": [Path(path).stem for path in options.learn] or f"first {options.learn_tokens} tokens",
+        "validated_on": Path(options.validate).stem
+        if options.validate
+        else f"first {options.learn_tokens // 2} tokens",
         **{name: getattr(options, name) for name in names},
         "versions": versions(),
         "machine": machine(),

@@ -19,7 +19,7 @@ def streams(seed: int, layer: int, heads: Sequence[int], device: torch.device) -
     return _streams(seed, layer, tuple(heads), device)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=8192)
 def _streams(seed: int, layer: int, heads: tuple[int, ...], device: torch.device) -> Tensor:
     """As `streams`, held once: every step asks, and a CUDA graph may not copy what only the host has."""
     with torch.inference_mode(False):

@@ -41,7 +41,11 @@ from sparseattn.utils.hashing import stream
 WIDTHS = {"hata": 32, "hashattention": 32, "indexer": 8, "seer": 64}  # of each method by default
 METHODS, OBJECTIVES = tuple(WIDTHS), ("attention", "hata")
 RATES = {"attention": 0.01, "hata": 0.1}  # by objective
-OWN_RATES = {"hashattention": 0.003, "seer": 0.003, "indexer": 0.03}  # of methods whose maps are large
+OWN_RATES = {
+    "hashattention": 0.003,
+    "seer": 0.003,
+    "indexer": 0.03,
+}  # of methods that the objective's rate does not suit
 
 
 @dataclass(frozen=True)

@@ -267,14 +267,14 @@ class ProductBooks(Index):
 class LowDimensions(Index):
     """Images of keys in few dimensions, in four bits each, as `Indexer` has them.
 
-    Keys are taken less their mean, which adds the same to every row's score, and over their spread, so that rates suit
-    any model.
+    Keys are taken less the first prompt's mean, which adds the same to every row's score, and over one spread for all
+    heads, so that rates suit any model.
     """
 
     def __init__(self, layer: PromptLayer, dimensions: int, draws: torch.Generator) -> None:
         heads, group, _, size = layer.query.shape
         self.mean, self.scale = layer.keys.mean(1, keepdim=True), layer.scale
-        self.spread = float((layer.keys - self.mean).square().mean().sqrt())
+        self.spread = max(float((layer.keys - self.mean).square().mean().sqrt()), 1e-6)
         turn = torch.randn(heads, size, dimensions, generator=draws) / size**0.5
         self.parameters = {
             "keys": turn,  # their images are about 1
@@ -295,5 +295,3 @@ class LowDimensions(Index):
         keys, far = keys / self.spread, far.exp()
         low = (self.mean @ keys)[:, 0] - far
         return {"keys": keys, "queries": queries * self.spread, "low": low, "step": far / 7.5}
-
-

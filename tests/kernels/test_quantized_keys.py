@@ -99,6 +99,21 @@ def test_logits_are_the_specifications_within_the_bound(shape: tuple) -> None:
     assert off(found, expected).max() < 0.5 * index.bound.max() + slack  # which it comes near in no random case
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("bits", "size"), [(1, 520), (2, 264), (4, 72)])
+def test_sums_of_the_largest_products_do_not_overflow(bits: int, size: int, sign: int) -> None:
+    """All codes the largest, all of the query 127 times as large as what it is rounded to. Where sums have 16 bits,
+    they are cut before the last words."""
+    rows = 64
+    keys = torch.full((1, 1, rows, size), 100.0, dtype=bf16)
+    low, step = torch.zeros(1, 1, 1, size, dtype=bf16), torch.ones(1, 1, 1, size, dtype=bf16)
+    found = QuantizedKeys(packed_codes(keys, low, step, bits), low, step, bits, torch.ones(1, rows, dtype=torch.bool))
+    query = torch.full((1, 1, 4, size), 127.0 * sign, dtype=bf16)
+    logits = quantized_keys.logits(query, found, impl="numba")
+    expected = torch.full_like(logits, sign * 127.0 * size**0.5 * ((1 << bits) - 1))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("impl", ["torch", "numba"])
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
@@ -481,6 +496,7 @@ INNER = (  # one of each kind, all of bfloat16: numba compiles for other dtypes 
     "test_logits_are_the_specifications_within_the_bound[shape0]",
     "test_logits_are_the_specifications_within_the_bound[shape3]",
     "test_logits_are_the_specifications_within_the_bound[shape4]",
+    "test_sums_of_the_largest_products_do_not_overflow",
     "test_scores_are_the_vote_on_the_masses_of_pages[softmax-16]",
     "test_best_rows_are_the_highest[4000-100]",
 )

@@ -122,6 +122,11 @@ def test_what_all_keys_have_in_common_does_not_change_what_an_indexer_learns(
     first, second = (train_index([file], tmp_path / f"index-{at}.safetensors", recipe) for at, file in enumerate(files))
     for index in first.layers:
         assert second.meta["loss"][str(index)] == pytest.approx(first.meta["loss"][str(index)], rel=0.02)
+    shares = [
+        evaluate(Trace.open(file), f"indexer:artefact={tmp_path / f'index-{at}.safetensors'}", 32, last=16, seal=1)
+        for at, file in enumerate(files)
+    ]
+    assert shares[1].mean("recovered") == pytest.approx(shares[0].mean("recovered"), abs=0.03)
 
 
 def test_a_killed_run_goes_on_from_the_layers_that_are_done(

@@ -21,7 +21,7 @@ WORK = 32  # multiplications that an image costs, about
 
 @njit
 def _draw(first_key, count, most, out):
-    """Write the first images below `count` of the numbers below `most` and -1 behind them; `out` has one place more."""
+    """Write the first images below `count` of the numbers below `most` and -1 behind them."""
     bits = FEWEST
     while np.int64(1) << bits < count:
         bits += 1
@@ -32,7 +32,7 @@ def _draw(first_key, count, most, out):
     for turn in range(TURNS):
         first_key = first_key * FACTOR + GOLDEN
         keys[turn] = first_key
-    found, places = 0, out.shape[0] - 1
+    found, places = 0, out.shape[0]
     for number in range(min(most, np.int64(1) << bits)):
         right, left = number & low_ones, number >> low
         for turn in range(TURNS):
@@ -67,8 +67,10 @@ def _draws(stream, positions, counts, most, out):
 
 def places(stream: Tensor, positions: Tensor, count: Tensor, places: int) -> Tensor:
     """As `dispatch.places_drawn`."""
-    out = torch.empty(len(positions), len(stream), places + 1, dtype=torch.int64)
+    out = torch.empty(len(positions), len(stream), places, dtype=torch.int64)
+    if not places:
+        return out
     with ONE_AT_A_TIME:
         use_threads(out.shape[:2].numel() * tries(places) * WORK)
         _draws(stream.numpy(), positions.contiguous().numpy(), count.contiguous().numpy(), tries(places), out.numpy())
-    return out[..., :places]
+    return out

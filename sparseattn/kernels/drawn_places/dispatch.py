@@ -25,7 +25,7 @@ def places_drawn(stream: Tensor, positions: Tensor, count: Tensor, places: int, 
         stream: `[A]` int64, of `streams`.
         positions: `[B]` int64, of the queries.
         count: `[B]` int64, 0 or more: of the places there are.
-        places: to draw, 1 or more.
+        places: to draw, 0 or more.
         impl: see `implementations`.
 
     Returns:

@@ -63,7 +63,7 @@ def _pages(queries, head, form, count, pages, page, out_of):
                         valid_at + row, out, to + g * out_step, out_step, np.intp(0),
                     )  # fmt: skip
                     continue
-                tile_logits(
+                tile_logits(  # its numbers have one type, whether they are said or computed
                     1, many, packed, codes, words, bits, rounded, rounded_at, wide, scale, base, g, valid,
                     valid_at + row, part, np.intp(0), np.intp(LANES), np.intp(0),
                 )  # fmt: skip

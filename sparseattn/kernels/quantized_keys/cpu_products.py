@@ -46,10 +46,9 @@ from sparseattn.kernels.numba_vectors import (
 )
 
 SERVED = 4  # query heads whose sums for two tiles of rows stay in registers
-LINES_AHEAD = 128  # codes asked for before their turn, 8 kB: rounding a group's query does not hold them up
 LEAST = 1e-30  # of a query's numbers times steps, below which all are taken for zero
 SIXTEENS, EIGHTS, BYTES = ir.VectorType(ir.IntType(16), 16), ir.VectorType(WORD, 8), ir.VectorType(BYTE, 32)
-MOST_SIXTEENS = (2**15 - 1) // (2 * 127)  # pairs of products of codes of 1 with 8 bits
+MOST_SIXTEENS = (2**15 - 1) // (2 * 127)  # pairs of products of a byte with codes of 1 whose sum 16 bits hold
 ONE, NONE = np.float32(1), np.float32(-0.0)  # what is multiplied with and added where it shall change nothing
 
 
@@ -64,6 +63,8 @@ def instructions() -> str:
 
 
 PAIRS = instructions() == "vnni"  # two tiles at a time: an addition takes longer than those of one; 32 registers
+# Registers of codes asked for before their turn, 3 and 8 kB: rounding a group's query does not hold them up.
+LINES_AHEAD = 48 if PAIRS else 128
 
 
 class _Sums:
@@ -76,7 +77,7 @@ class _Sums:
     def __init__(self, builder):
         self.builder = builder
         self.total = cgutils.alloca_once(builder, WORDS)
-        self.halves = [cgutils.alloca_once(builder, SIXTEENS) for _ in range(2 * (instructions() == "avx2"))]
+        self.halves = [cgutils.alloca_once(builder, SIXTEENS) for _ in range(2 if instructions() == "avx2" else 0)]
         builder.store(every(WORDS, 0), self.total)
 
     def begin(self):
@@ -117,7 +118,7 @@ class _Sums:
 
 
 def words_at_once(builder, words, planes, last):
-    """Return of how many of a row's words the products add up to no more than 16 bits hold, if sums have as many."""
+    """Return how many words of a row may be added up before 16 bits could overflow; all where sums have 32 bits."""
     if instructions() != "avx2":
         return words
     most = builder.sdiv(ir.Constant(last.type, MOST_SIXTEENS), builder.mul(last, planes))
@@ -214,8 +215,8 @@ def tile_logits(
     """Write the logits of `tiles` (1 or 2) times 16 rows for `served` (1 to 4) query heads.
 
     Codes are `packed[packed_at:]`; of query head k from g on the rounded query is `rounded[rounded_at + k * wide:]`,
-    and the logits go to `out[out_at + k * head_step:]`. -inf where `valid[valid_at:]` is 0. Codes
-    `lines_ahead` registers further on are asked for.
+    and the logits go to `out[out_at + k * head_step:]`. -inf where `valid[valid_at:]` is 0. Codes `lines_ahead`
+    registers further on are asked for; with 0, where they lie anywhere, none but those that are read.
     """
     if not isinstance(tiles, types.IntegerLiteral):
         return None
@@ -242,7 +243,7 @@ def tile_logits(
 
         def products(heads):
             sums = [[_Sums(builder) for _ in range(heads)] for _ in range(many)]
-            everyone = [total for of_tile in sums for total in of_tile]
+            every_sum = [one for of_tile in sums for one in of_tile]
 
             def add_word(word):
                 for t in range(many):
@@ -263,14 +264,14 @@ def tile_logits(
                             sums[t][k].add(codes, numbers[k])
 
             with cgutils.for_range_slice(builder, number(0), words_, at_once, intp=words_.type) as (first, _):
-                for total in everyone:
-                    total.begin()
+                for one in every_sum:
+                    one.begin()
                 end = builder.add(first, at_once)
                 end = builder.select(builder.icmp_signed("<", end, words_), end, words_)
                 with cgutils.for_range_slice(builder, first, end, number(1), intp=words_.type) as (word, _):
                     add_word(word)
-                for total in everyone:
-                    total.end()
+                for one in every_sum:
+                    one.end()
             known = place_in(context, builder, valid, valid_, valid_at_, MARKS)
             for t in range(many):
                 there = builder.load(builder.gep(known, [number(t)]), align=1)

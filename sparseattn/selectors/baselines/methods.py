@@ -43,7 +43,7 @@ METHODS = {
         reads="tokens drawn uniformly",
         faithful="uniform draws",
         departs="none",
-        runs="torch",
+        runs="numba, torch on a GPU",
         section="window-and-random",
     ),
     "window": MethodRow(

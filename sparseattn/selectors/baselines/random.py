@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan
-from sparseattn.kernels.drawn_places.dispatch import places_drawn, tries
+from sparseattn.kernels.drawn_places.dispatch import PLACES, places_drawn, tries
 from sparseattn.kernels.random_draws import streams
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
@@ -26,7 +26,8 @@ class Random(Selector):
         seed: any integer.
     """
 
-    operators = 90
+    operators = 120  # in torch
+    operators_compiled = 20  # where numba draws
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -58,4 +59,6 @@ class Random(Selector):
         batch, heads = query.shape[:2]
         rows = min(budget, sealed)
         draw = Launch("product", bytes=8 * batch * heads * rows, entries=batch * heads * tries(rows))
-        return Scan(0, 0, (draw, Launch("operator", count=self.operators)), heads, rows, rows)
+        compiled = PLACES.pick(None, query.device, torch.float32) is not PLACES.module("torch")
+        count = self.operators_compiled if compiled else self.operators
+        return Scan(0, 0, (draw, Launch("operator", count=count)), heads, rows, rows)

@@ -19,9 +19,9 @@ RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no q
 
 
 def metric_of(queries: Tensor) -> Tensor:
-    """Return `[H,D,D]` float64, the mean of `q q'` over queries `[H,G,m,D]` of each KV head's group, and the ridge.
+    """Return `[H,D,D]` float64, the mean of `q q'` over queries `[H,G,m,D]` float32 of each group, and the ridge.
 
-    The sums have the queries' dtype: their rounding is far below the ridge, and decompositions alone need more.
+    Sums are float32: their rounding is far below the ridge, and decompositions alone need more.
     """
     flat = queries.flatten(1, 2)
     moment = (flat.mT @ flat).double() / max(flat.shape[1], 1)
@@ -35,7 +35,7 @@ def balanced(keys: Tensor, metric: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Return the maps of keys and of queries, whose results have the products that keys and queries have.
 
     Args:
-        keys: `[H,n,D]` less their mean.
+        keys: `[H,n,D]` float32, less their mean.
         metric: `[H,D,D]` float64, symmetric and positive definite.
         parts: S, a divisor of D.
 
@@ -122,7 +122,7 @@ def codes_of(
 
     Args:
         keys: `[H,n,D]` float32, a sample.
-        queries: `[H,G,m,D]`, whose second moment is the metric; None: keys are centred and rotated only.
+        queries: `[H,G,m,D]` float32, whose second moment is the metric; None: keys are centred and rotated only.
         weights: `[H,n]` float32, what a key counts for in the mean of its centroid; None: 1.
         parts: S.
         bits: of a name.

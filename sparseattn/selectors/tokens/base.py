@@ -59,7 +59,8 @@ class Ranked(EstimatesMass, SharesScores, Selector):
         """Return the parameters of one sequence, by the names of their row buffers: `[H,..]` each.
 
         Args:
-            rows: its first rows, real ones alone: keys `[1,H,n,D]`, n >= 1.
+            rows: its first rows, real ones alone: keys `[1,H,n,D]`, n >= 1. They may be views of the cache's, not to be
+                written to or kept.
         """
         raise NotImplementedError(f"{type(self).__name__} learns nothing")
 
