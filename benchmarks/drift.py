@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import records
+from benchmarks import records, replayed
 from sparseattn.cli.inputs import open_trace
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.replay import evaluate
@@ -26,7 +26,7 @@ SELECTORS = ("exact:group=softmax", "quest", "lowbit", "pq", "querypq:ahead=0", 
 
 def measured(trace: Trace, spec: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the recovered share of each part of the answer: means over layers, query heads and the part's tokens."""
-    settings = {name: getattr(options, name) for name in ("sink", "window", "seal", "last", "every")}
+    settings = replayed.settings(options) | {"every": options.every}
     found = evaluate(trace, make_selector(spec), options.budget, steps=["recovered"], **settings)
     parts = found.by_step("recovered").nanmean(0).split(options.part // options.every)
     return [
@@ -49,10 +49,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("trace", help="captured keys and queries: a file, or a built-in trace by name")
     out.add_argument("--selector", action="append", help="repeat for more")
     out.add_argument("--budget", type=int, default=256)
-    out.add_argument("--sink", type=int, default=4)
-    out.add_argument("--window", type=int, default=64)
-    out.add_argument("--seal", type=int, default=64)
-    out.add_argument("--last", type=int, default=4096, help="tokens decoded behind the prompt")
+    replayed.add_options(out, window=64, last=4096, words="tokens decoded behind the prompt")
     out.add_argument("--part", type=int, default=512, help="tokens that one mean is over, a divisor of --last")
     out.add_argument("--every", type=int, default=16, help="one of so many tokens is measured, a divisor of --part")
     records.add_options(out)
@@ -69,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError(f"--part is a divisor of --last, got {options.part} of {options.last}")
         if options.every < 1 or options.part % options.every:
             raise ValueError(f"--every is a divisor of --part, got {options.every} of {options.part}")
-        replay = Replay(options.sink, options.window, options.last, seal=options.seal)
+        replay = Replay(**replayed.settings(options))
         for spec in specs:
             check_replay(trace, [options.budget], make_selector(spec), replay)
     except ValueError as error:
@@ -80,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model": trace.meta.get("model"),
         "tokens": trace.tokens,
         "prompt": trace.tokens - options.last,
-        **{name: getattr(options, name) for name in ("budget", "sink", "window", "seal", "last", "part", "every")},
+        **{name: getattr(options, name) for name in ("budget", *replayed.SETTINGS, "part", "every")},
         "layers": list(trace.layers),
         "versions": versions(),
         "machine": machine(),

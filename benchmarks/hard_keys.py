@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks import records
+from benchmarks import records, replayed
 from sparseattn.cli.inputs import open_text
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.replay import evaluate
@@ -93,7 +93,7 @@ def cases(trace: Trace) -> dict[str, Trace]:
 
 def measured(trace: Trace, keys: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return of each method the recovered share of the attention, its mean and its worst head."""
-    settings = {name: getattr(options, name) for name in ("sink", "window", "seal", "last")}
+    settings = replayed.settings(options)
     rows = []
     for spec in options.selector or SELECTORS:
         found = evaluate(trace, make_selector(spec), options.budget, **settings)
@@ -139,10 +139,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--layers", required=True, help="of the model, with commas")
     out.add_argument("--selector", action="append", help="repeat for more")
     out.add_argument("--budget", type=int, default=256)
-    out.add_argument("--sink", type=int, default=4)
-    out.add_argument("--window", type=int, default=92)
-    out.add_argument("--seal", type=int, default=64)
-    out.add_argument("--last", type=int, default=32, help="tokens decoded")
+    replayed.add_options(out)
     records.add_options(out)
     return out
 
@@ -157,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = {
         "question": "where product codes of keys find less",
         "layers": layers,
-        **{name: getattr(options, name) for name in ("model", "text", "budget", "sink", "window", "seal", "last")},
+        **{name: getattr(options, name) for name in ("model", "text", "budget", *replayed.SETTINGS)},
         "versions": versions(),
         "machine": machine(),
         "results": results,

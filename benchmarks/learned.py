@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import records
+from benchmarks import records, replayed
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.replay import evaluate
@@ -89,9 +89,11 @@ def measured(options: argparse.Namespace, way: Way, folder: Path) -> list[dict[s
         way.train([_file(options, name) for name in options.train.split(",")], file)
     rows = []
     for name in options.judge.split(","):
-        settings = {at: getattr(options, at) for at in ("sink", "window", "seal", "last")}
         found = evaluate(
-            Trace.open(_file(options, name)), make_selector(way.selector(file)), options.budget, **settings
+            Trace.open(_file(options, name)),
+            make_selector(way.selector(file)),
+            options.budget,
+            **replayed.settings(options),
         )
         shares = {"recovered": found.mean("recovered"), "worst": found.worst("recovered")}
         rows.append({"method": way.words, "bytes": way.size, "text": name, **shares})
@@ -119,10 +121,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--judge", required=True, help="texts to judge on, with commas")
     out.add_argument("--steps", type=int, default=300, help="of each layer")
     out.add_argument("--budget", type=int, default=256)
-    out.add_argument("--sink", type=int, default=4)
-    out.add_argument("--window", type=int, default=92)
-    out.add_argument("--seal", type=int, default=64)
-    out.add_argument("--last", type=int, default=32, help="tokens decoded")
+    replayed.add_options(out)
     records.add_options(out)
     return out
 
@@ -148,10 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model": trace.meta.get("model"),
         "tokens": trace.tokens,
         "layers": list(trace.layers),
-        **{
-            name: getattr(options, name)
-            for name in ("train", "judge", "steps", "budget", "sink", "window", "seal", "last")
-        },
+        **{name: getattr(options, name) for name in ("train", "judge", "steps", "budget", *replayed.SETTINGS)},
         "versions": versions(),
         "machine": machine(),
         "results": results,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks import records
+from benchmarks import records, replayed
 from sparseattn.cli.inputs import open_traces
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cost_model.environment import machine, versions
@@ -55,7 +55,7 @@ def methods(folder: Path) -> dict[str, str]:
 
 def measured(trace: Trace, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return of each method and budget what it recovers, its worst head, and the share of the cache's bytes read."""
-    how = Replay(**{name: getattr(options, name) for name in ("sink", "window", "seal", "last")})
+    how = Replay(**replayed.settings(options))
     rows, full_attentions = [], FullAttentions()
     with progress_bar() as bar:
         for name, spec in bar.track(methods(folder).items(), description=trace.name):
@@ -108,10 +108,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--clusters", type=int, default=1024, help="buckets of a head")
     out.add_argument("--steps", type=int, default=500, help="of the buckets' query classifier")
     out.add_argument("--budgets", type=int, nargs="+", default=[256, 1024])
-    out.add_argument("--sink", type=int, default=4)
-    out.add_argument("--window", type=int, default=92)
-    out.add_argument("--seal", type=int, default=64)
-    out.add_argument("--last", type=int, default=32, help="tokens decoded")
+    replayed.add_options(out)
     records.add_options(out)
     return out
 
@@ -132,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         learn(trace, Path(folder), options)
         results = measured(trace, Path(folder), options)
-    names = ("budgets", "sink", "window", "seal", "last", "clusters", "steps")
+    names = ("budgets", *replayed.SETTINGS, "clusters", "steps")
     record = {
         "question": "what codes within buckets find, and the bytes they read",
         "model": trace.meta.get("model"),

@@ -12,6 +12,7 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels.drawn_places.dispatch import PLACES, places_drawn, tries
+from sparseattn.kernels.implementations import choose
 from sparseattn.kernels.random_draws import streams
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
@@ -59,6 +60,6 @@ class Random(Selector):
         batch, heads = query.shape[:2]
         rows = min(budget, sealed)
         draw = Launch("product", bytes=8 * batch * heads * rows, entries=batch * heads * tries(rows))
-        compiled = PLACES.pick(None, query.device, torch.float32) is not PLACES.module("torch")
+        compiled = choose(None, query.device, torch.float32, PLACES.names) == "numba"
         count = self.operators_compiled if compiled else self.operators
         return Scan(0, 0, (draw, Launch("operator", count=count)), heads, rows, rows)
