@@ -58,7 +58,7 @@ class Parts:
             (cpu.SparseCPUBuilder, "build", "tables"),
             (cpu.SparseCPUImpl, "forward", "layer"),
             (CPUAttentionBackendImpl, "forward", "stock"),
-            (Store, "update", "entries"),
+            (Store, "update_from", "entries"),
             (Store, "scores", "choosing"),
             (Store, "best", "choosing"),
             (page_index, "attend_bounded", "both"),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.context import LayerContext
+from sparseattn.kernels.attend_vllm_blocks import cpu_part
 from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, BoundedPages, StepPages
-from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded, attend_rows
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded, attend_rows, write_bounds
 from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores_at
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -79,13 +80,17 @@ def case(dtype: torch.dtype, size: int, block: int, page: int, unit: int) -> dic
     ("size", "block", "page", "unit", "count"), [(64, 128, 16, 16, 3), (128, 64, 32, 64, 5), (80, 48, 16, 48, 99)]
 )
 def test_attention_over_pages_is_attention_over_their_rows(
-    dtype: torch.dtype, packing: str, tolerance: float, size: int, block: int, page: int, unit: int, count: int
-) -> None:
+    dtype: torch.dtype, packing: str, tolerance: float, size: int, block: int, page: int, unit: int, count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By torch, by matrix tiles where there are any, and by vectors."""
     made = case(dtype, size, block, page, unit)
     keys, values = made.pop("keys"), made.pop("values")
     cache = packed(keys, values, packing)
     outs = []
-    for impl in ("torch", "numba"):
+    for impl, tiles in (("torch", False), ("numba", True), ("numba", False)):
+        if not tiles:
+            monkeypatch.setattr(cpu_part, "tiles", lambda: False)
         out = torch.full_like(made["query"], 7.0)
         pages = StepPages(page, unit, *(made[name] for name in ("table", "always", "tails", "tokens")))
         attend_blocks(made["query"], out, cache, pages, made["scores"], count, 0.1, impl=impl)
@@ -238,6 +243,45 @@ def test_a_step_with_nothing_to_choose_reads_what_it_reads_in_any_case() -> None
                 attend_bounded(made["query"], out, layer, pages, count, 0.1, impl=impl)
             torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
             assert outs[0].any()
+
+
+@pytest.mark.parametrize("impl", ["torch", "numba"])
+@pytest.mark.parametrize(
+    ("dtype", "packing"), [(torch.float32, "columns"), (torch.bfloat16, "columns"), (torch.bfloat16, "pairs")]
+)
+@pytest.mark.parametrize(("size", "block", "page"), [(64, 128, 32), (80, 48, 16)])
+def test_bounds_are_the_least_and_largest_keys_of_pages(
+    dtype: torch.dtype, packing: str, size: int, block: int, page: int, impl: str
+) -> None:
+    torch.manual_seed(size)
+    keys = torch.randn(4, H, block, size).to(dtype)
+    keys[1, 1, 3, 5] = torch.nan  # of a row that nobody reads any more: what is no number is no bound
+    plain = keys.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)  # [places,H,page,D]
+    low, high = torch.full((2, H, len(plain), size), 7.0, dtype=dtype).transpose(1, 2)
+    places = torch.randperm(len(plain))[:5]
+    write_bounds(packed(keys, keys, packing), PageBounds(low, high), places, page, impl)
+    expected = torch.full_like(low, 7.0), torch.full_like(high, 7.0)
+    expected[0][places], expected[1][places] = plain[places].amin(2), plain[places].amax(2)
+    for bound, wanted in zip((low, high), expected, strict=True):
+        torch.testing.assert_close(bound, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+class Tight(Quest):
+    """Keeps bounds that are none."""
+
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        return {name: part / 2 for name, part in super().entries(keys).items()}
+
+
+@pytest.mark.parametrize("selector", [Quest(16), Tight(16), Mean(16)], ids=repr)
+def test_an_index_is_made_from_a_cache_as_from_its_keys(selector: PageSelector) -> None:
+    made = case(torch.bfloat16, 64, 64, 16, 16)
+    cache, places = packed(made["keys"].nan_to_num(), made["values"], "pairs"), torch.arange(0, 24 * 4, 3)
+    given = 24 * 4, H, 64, torch.bfloat16, torch.device("cpu")
+    one, other = (Store(selector.for_layer(LayerContext(0)), *given) for _ in range(2))
+    one.update_from(cache, places)
+    other.update(places, cache.keys(places, 16))
+    assert all(torch.equal(one.entries[name], other.entries[name]) for name in other.entries)
 
 
 class Recent(Quest):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
 from sparseattn.kernels.attend_vllm_blocks.cpu_bounded import attend_bounded as attend_bounded
-from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, page_part
+from sparseattn.kernels.attend_vllm_blocks.cpu_bounds import write_bounds as write_bounds
+from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_rows import attend_rows as attend_rows
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
 from sparseattn.kernels.numba_entry import entry
@@ -83,7 +84,7 @@ def attend(
         _attend(
             (storage_of(query), query.stride(0), share, size, np.float32(scale) * LOG2E),
             (storage_of(packed), packed.stride(0), packed.stride(1), heads),
-            (cache.block, page, pages.unit // page), cache.packing == "pairs",
+            (cache.block, page, pages.unit // page), packed_as(cache),
             (always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
             scores.numpy().reshape(lists, listed), limits, ids, (acc, peak_total[0], peak_total[1]),
             (storage_of(out), out.stride(0)),

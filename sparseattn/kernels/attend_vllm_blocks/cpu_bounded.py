@@ -18,7 +18,7 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BoundedPages, StepPages
-from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, page_part
+from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
@@ -58,7 +58,7 @@ class Form:
         self.numbers = np.array(
             [
                 served, heads, group, size, layer.cache.block, pages.page, listed, nearby, most,
-                layer.cache.packing == "pairs", each, layer.voted.group == "sum",
+                packed_as(layer.cache), each, layer.voted.group == "sum",
                 limits.ctypes.data, *(part.data_ptr() for part in tables),
             ],
             np.int64,
@@ -130,7 +130,7 @@ def _attend_bounded(kind, query_at, query_step, out_at, out_step, layer, scale, 
     """Attend to pages chosen by bounds; kind: what queries, rows and bounds are; ..._at, ..._step: where tokens lie;
     layer: `Place.numbers`; scale: of logits; root: what bounds are divided by; splits: of a list; form: see `Form`."""
     served, heads, group, size, block, page = form[0], form[1], form[2], form[3], form[4], form[5]
-    listed, nearby, most, paired, each, summed = form[6], form[7], form[8], form[9] != 0, form[10] != 0, form[11] != 0
+    listed, nearby, most, paired, each, summed = form[6], form[7], form[8], form[9], form[10] != 0, form[11] != 0
     # One by one, since numba's analysis of parallel code takes a line of several arrays for one (0.68).
     limits = array_at(np.int64, form[12], served)
     table = array_at(np.int32, form[13], served * listed)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     SERVED,
     _ask_for_keys,
@@ -15,11 +17,14 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     _page_values,
 )
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import exponentials, peak_of
+from sparseattn.kernels.attend_vllm_blocks.cpu_tiles import GROUP, tile_part
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import read
+from sparseattn.kernels.numba_tiles import tiles
 from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.topk.cpu import best
 
+COLUMNS, PAIRS, TILES = 0, 1, 2  # how rows are packed; the last: in pairs, and tiles multiply them
 PART_ROWS = 256  # of a list for which a part of its own pays
 PARTS = 4  # parts in all for each thread, at least, where there are rows for them
 
@@ -61,6 +66,12 @@ def page_part(paired, queries, blocks, form, pages_read, part, sums):
                 rows[filled] = page
                 filled += 1
             n += 1
+    if paired == TILES and size % GROUP == 0:
+        tile_part(
+            (query, q, share, size, scale), (cache, block_step, base), (block, page), (places, rows),
+            (acc, peak, total),
+        )  # fmt: skip
+        return
     in_block = block // page
     wide = count * page
     weights, scaled = np.empty(SERVED * wide, np.float32), np.empty(SERVED * size, np.float32)
@@ -94,6 +105,13 @@ def page_part(paired, queries, blocks, form, pages_read, part, sums):
             value = at + row * (LANES if paired else size)
             weighed = weights, i * page, wide
             _page_values(paired, (cache, value, block, rows[i]), weighed, (acc[first * size :], size, served))
+
+
+def packed_as(cache: BlockCache) -> int:
+    """Return what compiled code is told of a cache's packing."""
+    if cache.packing == "columns":
+        return COLUMNS
+    return TILES if cache.packed.dtype == torch.bfloat16 and tiles() else PAIRS
 
 
 @njit

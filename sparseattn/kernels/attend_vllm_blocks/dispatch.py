@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
 from sparseattn.kernels.implementations import Operation
+from sparseattn.kernels.page_bounds.bounds import PageBounds
 
 ATTEND = Operation(__package__, "torch", "numba")
 
@@ -53,6 +54,19 @@ def attend_bounded(
         pages: whose entries are pages.
     """
     ATTEND.pick(impl, query.device, query.dtype).attend_bounded(query, out, layer, pages, count, scale)
+
+
+def write_bounds(cache: BlockCache, bounds: PageBounds, places: Tensor, page: int, impl: str | None = None) -> None:
+    """Write the least and the largest keys of pages in every channel, Quest's bounds.
+
+    Args:
+        cache: whose keys they are.
+        bounds: `[places,H,D]` of the cache's dtype, of which those at `places` are written.
+        places: `[n]` int64, pages of the cache, counted over all blocks.
+        page: their rows, a multiple of 16 that divides a block.
+        impl: see `attend_blocks`.
+    """
+    ATTEND.pick(impl, cache.packed.device, cache.packed.dtype).write_bounds(cache, bounds, places, page)
 
 
 def attend_rows(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
+from sparseattn.kernels.page_bounds.bounds import PageBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores_at
 from sparseattn.kernels.topk.dispatch import best
 
@@ -40,6 +41,12 @@ def attend_bounded(query: Tensor, out: Tensor, layer: BoundedPages, pages: StepP
     voted = layer.voted
     scores = page_scores_at(grouped, voted.bounds, pages.table, voted.group, "torch", voted.temperature)
     attend(query, out, layer.cache, pages, scores, count, scale)
+
+
+def write_bounds(cache: BlockCache, bounds: PageBounds, places: Tensor, page: int) -> None:
+    """As `dispatch.write_bounds`."""
+    keys = cache.keys(places, page)
+    bounds.minimum[places], bounds.maximum[places] = keys.amin(2), keys.amax(2)
 
 
 def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, ids: Tensor, scale: float) -> None:

@@ -32,8 +32,10 @@ class VotedBounds:
         bounds: of pages.
         group: "sum", "max" or "each".
         temperature: what bounds of logits are divided by.
+        of_keys: whether they are the least and largest keys of their pages, and nothing that a method makes of them.
     """
 
     bounds: PageBounds
     group: str
     temperature: float
+    of_keys: bool = False

@@ -15,12 +15,13 @@ from torch import Tensor
 from sparseattn.kernels.group_vote.cpu import vote_softmax
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, address_of, array_at, read, rows_at
+from sparseattn.kernels.numba_rows import FAST, address_of, array_at, fetch, read, rows_at
 from sparseattn.kernels.numba_threads import ALONE, ONE_AT_A_TIME, STEP, use_threads
 from sparseattn.kernels.page_bounds.bounds import PageBounds
 from sparseattn.kernels.page_bounds.reference import in_steps
 
 PAGES = 512  # scored by one part
+AHEAD = 8  # pages between one that is scored and one whose bounds are asked for
 At: TypeAlias = tuple[Any, int, tuple[int, ...]]  # see `rows_at`
 
 
@@ -45,6 +46,10 @@ def _pages(halves, lows, highs, pages, first, last, each, out):
     group, size = up.shape
     ups, downs = up.reshape(-1), down.reshape(-1)
     for p in range(first, last):
+        if tabled and p + AHEAD < last:  # which lie anywhere
+            coming = np.int64(max(valid[valid_base + p + AHEAD], 0))
+            fetch(high, high_base + coming * high_step, size)
+            fetch(low, low_base + coming * low_step, size)
         place = np.int64(valid[valid_base + p])
         if not tabled:
             place = p if place else -1

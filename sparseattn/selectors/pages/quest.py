@@ -114,7 +114,8 @@ class Quest(PageSelector):
     def bounds_at(self, store: Entries, size: int) -> VotedBounds | None:
         if self.int8 or self.group == "softmax" or type(self).scores_at is not Quest.scores_at:
             return None
-        return VotedBounds(PageBounds(store["low"], store["high"]), self.group, self.temperature(size))
+        bounds, of_keys = PageBounds(store["low"], store["high"]), type(self).entries is Quest.entries
+        return VotedBounds(bounds, self.group, self.temperature(size), of_keys)
 
     def bytes_once(self, query: Tensor) -> int:
         return 4 * query.shape[3] if self.int8 else 0

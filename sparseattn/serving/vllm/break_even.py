@@ -111,10 +111,11 @@ class Steps:
         """Return a builder and layers that serve by settings; None: as stock."""
         builder = copy.copy(self.builder)
         builder.settings, builder.made, builder.runner = settings, np.zeros(0, np.bool_), None
-        impls = []
+        impls: list[Any] = []
         for name in self.names:
             impl = copy.copy(self.builder.impls[name])
             impl.sparse, impl.looked, impl.store, impl.counter = settings is not None, True, None, Counts()
+            impl.group = impls
             impls.append(impl)
         return builder, impls
 

@@ -49,9 +49,9 @@ class Counter:
         for name, count in counts.items():
             self._layers[layer, _PLACES[name]] += count
 
-    def add_all(self, layer: int, counts: Any) -> None:
-        """Add to all counts of a layer, `[7]` int64 in the order of `core.activity.NAMES`."""
-        self._layers[layer] += counts
+    def add_step(self, layers: Any, counts: Any) -> None:
+        """Add to all counts of several layers, none of them twice: `[n,7]` int64 in the order of `activity.NAMES`."""
+        self._layers[layers] += counts
 
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}

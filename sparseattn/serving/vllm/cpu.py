@@ -51,7 +51,6 @@ from sparseattn.serving.vllm.settings import Settings
 from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, UNFIT, plan_layers
 from sparseattn.serving.vllm.step_tokens import sparse_tokens
 
-AT_ONCE = 1024  # entries whose keys are unpacked together
 BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
 
 
@@ -152,6 +151,8 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         for name, impl in self.impls.items():
             impl.use(name, settings, why.get(name), heads)
         self.sparse = [impl for impl in self.impls.values() if impl.sparse]
+        for impl in self.sparse:
+            impl.group = self.sparse
         self.settings = settings if self.sparse else None
 
     def _fit(self, settings: Settings) -> None:
@@ -322,7 +323,9 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             self.page, self.unit = settings.shape
             self.on_mismatch = settings.on_mismatch
             self.looked = False  # whether the cache is known to be what the self-test's was like
-            self.entry: int | None = None  # bytes of an entry of the index, of all heads, once the cache is known
+            self.costs: tuple[int, int, int, int, int, int] | None = None  # once the cache is known, see `counted_by`
+            self.group: list[SparseCPUImpl] = [self]  # layers that serve every step that this one serves
+            self.counted: tuple[Any, Any, list[Any]] | None = None  # their numbers, and which of what costs each has
 
     def forward(
         self,
@@ -347,8 +350,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if self.store is None and isinstance(self.selector, PageSelector):
             self.store = self.index_of(kv_cache)
         if metadata.due is not None and self.store is not None:
-            for places in metadata.due.split(AT_ONCE):
-                self.store.update(places, BlockCache(kv_cache, self.packing).keys(places, self.unit))
+            self.store.update_from(self._rows_of(kv_cache), metadata.due)
             self.counter.add(self.index, entries_made=len(metadata.due))
         served = metadata.served
         if served is None or served.rest is not None:
@@ -367,7 +369,9 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             attend_rows(query, output, cache, pages, ids, self.scale)
         else:
             self.store.attend(query, output, cache, pages, served.most(self.page, self.pages), self.scale)
-        self._count(served, kv_cache)
+        served.layers += 1
+        if served.layers == len(self.group):  # once a step: between two layers every line takes longer
+            self._count(served, kv_cache)
         return output
 
     def _rows_of(self, kv_cache: Tensor) -> BlockCache:
@@ -399,21 +403,33 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if kv_cache.shape[1:] == self.shape and kv_cache[0, 0].is_contiguous():
             return
         self.sparse = False
+        self.group.remove(self)
         heads, block, double = self.shape
         own = f"of shape [blocks,{heads},{block},{double}] as in the self-test"
         why = f"a layer's cache is of shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}, not {own}"
         mismatch.met(self.on_mismatch, ValueError(why))
 
     def _count(self, served: ServedRequests, kv_cache: Tensor) -> None:
-        if self.entry is None:
+        """Count a step of all layers of the group."""
+        assert self.counter is not None
+        if self.counted is None or len(self.counted[0]) != len(self.group):
+            costs = [impl.counted_by(kv_cache) for impl in self.group]
+            kinds = list(dict.fromkeys(costs))
+            layers, which = [impl.index for impl in self.group], [kinds.index(cost) for cost in costs]
+            self.counted = np.array(layers), np.array(which), kinds
+        layers, which, kinds = self.counted
+        self.counter.add_step(layers, np.stack([served.counts(*kind) for kind in kinds])[which])
+
+    def counted_by(self, kv_cache: Tensor) -> tuple[int, int, int, int, int, int]:
+        """Return what `ServedRequests.counts` takes; `kv_cache`: the layer's or one of the same form."""
+        if self.costs is None:
             heads, size = self.num_kv_heads, self.head_size
-            self.entry = entry_bytes(self.selector, heads, size, kv_cache.dtype)
+            entry, row = entry_bytes(self.selector, heads, size, kv_cache.dtype), 2 * heads * size
             query = kv_cache.new_empty(1, heads, self.num_heads // heads, size)
             once = self.selector.bytes_once(query) if isinstance(self.selector, PageSelector) else 0
-            self.row, self.once = 2 * heads * size * kv_cache.element_size(), once * heads
-        assert self.counter is not None
-        counts = served.counts(self.page, self.pages, self.unit, self.row, self.entry, self.once)
-        self.counter.add_all(self.index, counts)
+            row *= kv_cache.element_size()
+            self.costs = self.page, self.pages, self.unit, row, entry, once * heads
+        return self.costs
 
     def index_of(self, kv_cache: Tensor) -> Store:
         """Beside a cache, which is there with the first call."""

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
-from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded, write_bounds
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.pages.base import PageSelector
+
+AT_ONCE = 1024  # entries whose keys are unpacked together
 
 
 class Store:
@@ -48,6 +50,14 @@ class Store:
         made = self.selector.entries(keys.transpose(0, 1).contiguous().view(1, heads, count * rows, size))
         for name, part in made.items():
             self.entries[name][places] = part[0].transpose(0, 1)
+
+    def update_from(self, cache: BlockCache, places: Tensor) -> None:
+        """Compute the entries at `places` `[n]` from the cache's keys."""
+        if self.voted is not None and self.voted.of_keys:
+            write_bounds(cache, self.voted.bounds, places, self.selector.unit)
+            return
+        for some in places.split(AT_ONCE):
+            self.update(some, cache.keys(some, self.selector.unit))
 
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
         """`PageSelector.scores_at` of these entries."""

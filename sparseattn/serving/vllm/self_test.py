@@ -70,7 +70,8 @@ class TestedLayer:
         self.builder.settings, self.builder.runner = None if pages is None else rows.settings, None
         self.builder.zones, self.builder.made = rows.zones, np.zeros(0, np.bool_)
         self.impl.sparse, self.impl.looked = pages is not None, True
-        self.impl.counter = self.counts = Counts()
+        self.impl.counter, self.impl.group = Counts(), [self.impl]
+        self.counts = self.impl.counter
         self.ranked: RankedIndex | None = None
         if pages is not None:
             self.impl.pages = pages
@@ -143,8 +144,8 @@ class RankedIndex:
         self.last = torch.empty(0)  # what the last step chose by
         self.ids: Tensor | None = None  # or what it chose
 
-    def update(self, places: Tensor, keys: Tensor) -> None:
-        self.store.update(places, keys)
+    def update_from(self, cache: BlockCache, places: Tensor) -> None:
+        self.store.update_from(cache, places)
 
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
         scores = self.store.scores(query, table)
@@ -175,8 +176,8 @@ class Counts:
     def __init__(self) -> None:
         self.sparse = 0
 
-    def add_all(self, layer: int, counts: Any) -> None:
-        self.sparse += int(counts[NAMES.index("sparse_steps")])
+    def add_step(self, layers: Any, counts: Any) -> None:
+        self.sparse += int(counts[:, NAMES.index("sparse_steps")].sum())
 
     def add(self, layer: int, sparse_steps: int = 0, **others: int) -> None:
         self.sparse += sparse_steps

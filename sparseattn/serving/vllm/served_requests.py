@@ -27,6 +27,7 @@ class ServedRequests:
         rows: `[R]`, of each.
         budgets: `[R]`, rows that each asks for instead of the engine's budget, -1 for none; None: none does.
         known: what was made for other layers of the step.
+        layers: how many have served the step so far; the last of them counts for all.
     """
 
     tokens: Tensor
@@ -41,6 +42,7 @@ class ServedRequests:
     rows: Any
     budgets: Any = None
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    layers: int = 0
 
     def entries(self, unit: int) -> int:
         """Entries of the index, of `unit` rows, that all requests score."""

@@ -1,0 +1,179 @@
+"""Products of pages packed in pairs by matrix tiles, for which vLLM packs them so, in compiled code.
+
+A tile of keys is 32 channels of 16 rows as they lie, and one of values 32 rows (16 of pages of 16) of 16 channels.
+Weights are float32; each is multiplied as the sum of two bfloat16 numbers, within 2^-16 of it, in a row of its own.
+"""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from sparseattn.kernels.attend_vllm_blocks.cpu_products import _page_values
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import exponentials, peak_of
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_rows import fetch
+from sparseattn.kernels.numba_tiles import (
+    PAIR,
+    TILE_ROWS,
+    begin,
+    loaded,
+    multiplied,
+    released,
+    shaped,
+    stored,
+    zeroed,
+)
+from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, every, place_in
+
+TILED = 8  # query heads at a time, each with two rows of weights
+GROUP = 4 * LANES  # channels whose sums are in tiles at a time
+ASKED = 16  # lines of a page's keys or values that are asked for ahead: the processor then goes on by itself
+
+
+@intrinsic
+def _split(typing, weights, w, count, halves, high, low):
+    """Put `weights[w:w + count]`, `count` a multiple of 16, as bfloat16 at `halves[high:]` and what that leaves at
+    `halves[low:]`."""
+
+    def code(context, builder, signature, arguments):
+        weights_, w_, count_, halves_, high_, low_ = arguments
+        short = ir.VectorType(ir.IntType(16), LANES)
+        none, lanes = ir.Constant(w_.type, 0), ir.Constant(w_.type, LANES)
+        with cgutils.for_range_slice(builder, none, count_, lanes, intp=w_.type) as (n, _):
+            x = builder.load(place_in(context, builder, weights, weights_, builder.add(w_, n), FLOATS), align=4)
+            first = builder.and_(builder.bitcast(x, WORDS), every(WORDS, 0xFFFF0000))
+            rest = builder.bitcast(builder.fsub(x, builder.bitcast(first, FLOATS)), WORDS)
+            rest = builder.add(rest, every(WORDS, 0x8000))
+            for bits, at in ((first, high_), (rest, low_)):
+                to = place_in(context, builder, halves, halves_, builder.add(at, n), short)
+                builder.store(builder.trunc(builder.lshr(bits, every(WORDS, 16)), short), to, align=2)
+        return context.get_dummy_value()
+
+    return types.void(weights, types.intp, types.intp, halves, types.intp, types.intp), code
+
+
+@njit
+def _ask(cache, at, step, stretches):
+    """Ask for the first lines of stretches of a page that lie `step` apart."""
+    for stretch in range(stretches):
+        fetch(cache, at + stretch * step, ASKED // stretches * PAIR)
+
+
+@njit
+def _tile_logits(keys, queries, outs):
+    """Logits of a page for some queries, before they are scaled; see `_page_logits`. Queries are the stored ones."""
+    (cache, key, page), (query, q, size), (out, o, wide) = keys, queries, outs
+    row = 0
+    while row < page:
+        two = row + PAIR <= page
+        zeroed(0)
+        zeroed(1)
+        at = key + row * size
+        for d in range(0, size, PAIR):
+            loaded(2, query, q + d, size)
+            loaded(3, cache, at + d * TILE_ROWS, PAIR)
+            multiplied(0, 2, 3)
+            if two:
+                loaded(4, cache, at + TILE_ROWS * size + d * TILE_ROWS, PAIR)
+                multiplied(1, 2, 4)
+        stored(0, out, o + row, wide)
+        if two:
+            stored(1, out, o + row + TILE_ROWS, wide)
+        row += PAIR if two else TILE_ROWS
+
+
+@njit
+def _tile_values(cache, value, block, page, halves, w, wide):
+    """Add a page's values, weighted by two rows of `halves` each, to 4 tiles of 16 channels."""
+    rows = PAIR if page % PAIR == 0 else TILE_ROWS
+    step = block * LANES
+    for row in range(0, page, rows):
+        loaded(4, halves, w + row, wide)
+        at = value + row * LANES
+        loaded(5, cache, at, PAIR)
+        multiplied(0, 4, 5)
+        loaded(6, cache, at + step, PAIR)
+        multiplied(1, 4, 6)
+        loaded(5, cache, at + 2 * step, PAIR)
+        multiplied(2, 4, 5)
+        loaded(6, cache, at + 3 * step, PAIR)
+        multiplied(3, 4, 6)
+
+
+@njit  # not fastmath, under which `powers` may not be reordered
+def tile_part(queries, blocks, form, listed, sums):
+    """`cpu_part.page_part` of pages that are known: their places and how many rows of them there are. A row has a
+    multiple of 64 channels."""
+    (query, q, share, size, scale), (cache, block_step, base), (block, page) = queries, blocks, form
+    (places, rows), (acc, peak, total) = listed, sums
+    count = places.shape[0]
+    in_block = block // page
+    wide = count * page
+    weights, halves = np.empty(TILED * wide, np.float32), np.empty(2 * TILED * wide, np.uint16)
+    parts, shapes = np.empty(2 * TILED * GROUP, np.float32), np.zeros(64, np.uint8)
+    for first in range(0, share, TILED):
+        served = min(TILED, share - first)
+        for tile in range(3):
+            shaped(shapes, tile, served, 64)
+        for tile in range(3, 7):
+            shaped(shapes, tile, TILE_ROWS, 64)
+        begin(shapes)
+        for i in range(count):
+            if i + 1 < count and first == 0:
+                at = places[i + 1] // in_block * block_step + base + places[i + 1] % in_block * page * size
+                _ask(cache, at, 0, 1)
+            key = places[i] // in_block * block_step + base + places[i] % in_block * page * size
+            _tile_logits((cache, key, page), (query, q + first * size, size), (weights, i * page, wide))
+        for i in range(served * wide):
+            weights[i] *= scale
+        for i in range(count):
+            for k in range(served):
+                for r in range(rows[i], page):
+                    weights[k * wide + i * page + r] = -np.inf
+        for k in range(served):
+            highest = peak_of(weights, k * wide, wide)
+            peak[first + k] = highest
+            total[first + k] = exponentials(weights, k * wide, wide, highest)
+            _split(weights, k * wide, wide, halves, k * wide, (served + k) * wide)
+        for tile in range(4):
+            shaped(shapes, tile, 2 * served, 64)
+        rows_at_once = PAIR if page % PAIR == 0 else TILE_ROWS
+        shaped(shapes, 4, 2 * served, 2 * rows_at_once)
+        shaped(shapes, 5, rows_at_once // 2, 64)
+        shaped(shapes, 6, rows_at_once // 2, 64)
+        begin(shapes)
+        for d in range(0, size, GROUP):
+            for i in range(count):
+                if i + 1 < count and first == 0:
+                    at = places[i + 1] // in_block * block_step + base + block * size
+                    at += places[i + 1] % in_block * page * LANES + d * block
+                    _ask(cache, at, block * LANES, GROUP // LANES)
+                if rows[i] == page:
+                    at = places[i] // in_block * block_step + base + block * size
+                    at += places[i] % in_block * page * LANES + d * block
+                    _tile_values(cache, at, block, page, halves, i * page, wide)
+            stored(0, parts, 0, GROUP)
+            stored(1, parts, LANES, GROUP)
+            stored(2, parts, 2 * LANES, GROUP)
+            stored(3, parts, 3 * LANES, GROUP)
+            zeroed(0)
+            zeroed(1)
+            zeroed(2)
+            zeroed(3)
+            for k in range(served):
+                for c in range(GROUP):
+                    acc[(first + k) * size + d + c] = parts[k * GROUP + c] + parts[(served + k) * GROUP + c]
+        released()
+        for i in range(count):
+            if rows[i] < page:  # behind its last row may lie what is no number
+                value = places[i] // in_block * block_step + base + block * size
+                value += places[i] % in_block * page * LANES
+                weighed = weights, i * page, wide
+                _page_values(True, (cache, value, block, rows[i]), weighed, (acc[first * size :], size, served))

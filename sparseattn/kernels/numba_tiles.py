@@ -1,0 +1,150 @@
+"""Matrix tiles (AMX) in compiled code: products of bfloat16, 16 rows with 16 columns at a time, summed in float32.
+
+A tile register holds up to 16 rows of 64 bytes; `shaped` says how many of which. `multiplied` adds to a tile of sums
+`[M,16]` the product of `[M,2K]` and of 2K rows with 16 columns, of which two rows lie in one, number by number.
+Products of bfloat16 are exact in float32, and so only their sum is rounded.
+
+Who shapes tiles gives them back by `released`, so that no other code of the thread meets them. Linux lets a process use
+tiles once it has asked (`tiles`).
+"""
+
+# Code for the compiler, which takes LLVM's types, for which Python has no annotations.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core.codegen import get_host_cpu_features
+from numba.extending import intrinsic
+
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_vectors import BYTE, call, place_in
+
+TILE_ROWS = 16  # and words of 32 bits of a row
+PAIR = 2 * TILE_ROWS  # bfloat16 numbers of a tile's row
+ASK, TILE_DATA, PERMISSION = 158, 18, 0x1023  # arch_prctl, what is asked for, and ARCH_REQ_XCOMP_PERM, on x86-64
+WIDE = ir.IntType(64)
+
+
+def compiled_for_tiles() -> bool:
+    """Return whether numba compiles for a processor with tiles of bfloat16 (`NUMBA_CPU_FEATURES`, or the machine's)."""
+    features = numba.config.CPU_FEATURES
+    there = set((get_host_cpu_features() if features is None else features).split(","))
+    return {"+amx-tile", "+amx-bf16", "+avx512bw"} <= there
+
+
+@functools.cache
+def tiles() -> bool:
+    """Return whether compiled code may use tiles here. The first call asks Linux for them, for all threads."""
+    if not compiled_for_tiles() or sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None).syscall(ASK, PERMISSION, TILE_DATA) == 0
+
+
+def _tell(builder, name, *inputs):
+    if compiled_for_tiles():
+        call(builder, f"llvm.x86.{name}", ir.VoidType(), *inputs)
+
+
+def _register(literal):
+    return ir.Constant(BYTE, literal.literal_value)
+
+
+def _bytes_at(context, builder, array, value, place):
+    return place_in(context, builder, array, value, place, BYTE)
+
+
+@intrinsic
+def _load_shapes(typing, shapes):
+    def code(context, builder, signature, arguments):
+        _tell(builder, "ldtilecfg", _bytes_at(context, builder, shapes, arguments[0], ir.Constant(WIDE, 0)))
+        return context.get_dummy_value()
+
+    return types.void(shapes), code
+
+
+@njit
+def shaped(shapes, tile, rows, width):
+    """Note in `shapes`, 64 bytes, that a tile has so many rows of `width` bytes; `begin` loads them."""
+    shapes[0] = 1
+    shapes[48 + tile] = rows
+    shapes[16 + 2 * tile] = width
+
+
+@njit
+def begin(shapes):
+    """Let tiles have `shapes`, and be 0."""
+    _load_shapes(shapes)
+
+
+@intrinsic
+def released(typing):
+    """Give all tiles back."""
+
+    def code(context, builder, signature, arguments):
+        _tell(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@intrinsic(prefer_literal=True)
+def zeroed(typing, tile):
+    """Fill a tile with 0."""
+    if not isinstance(tile, types.IntegerLiteral):
+        return None
+
+    def code(context, builder, signature, arguments):
+        _tell(builder, "tilezero", _register(tile))
+        return context.get_dummy_value()
+
+    return types.void(tile), code
+
+
+@intrinsic(prefer_literal=True)
+def loaded(typing, tile, array, place, step):
+    """Fill a tile from a flat array: a row is `step` numbers from the next."""
+    if not isinstance(tile, types.IntegerLiteral):
+        return None
+
+    def code(context, builder, signature, arguments):
+        _, array_, place_, step_ = arguments
+        width = builder.mul(step_, ir.Constant(WIDE, array.dtype.bitwidth // 8))
+        _tell(builder, "tileloadd64", _register(tile), _bytes_at(context, builder, array, array_, place_), width)
+        return context.get_dummy_value()
+
+    return types.void(tile, array, types.intp, types.intp), code
+
+
+@intrinsic(prefer_literal=True)
+def stored(typing, tile, array, place, step):
+    """Put a tile into a flat array: a row is `step` numbers from the next."""
+    if not isinstance(tile, types.IntegerLiteral):
+        return None
+
+    def code(context, builder, signature, arguments):
+        _, array_, place_, step_ = arguments
+        width = builder.mul(step_, ir.Constant(WIDE, array.dtype.bitwidth // 8))
+        _tell(builder, "tilestored64", _register(tile), _bytes_at(context, builder, array, array_, place_), width)
+        return context.get_dummy_value()
+
+    return types.void(tile, array, types.intp, types.intp), code
+
+
+@intrinsic(prefer_literal=True)
+def multiplied(typing, sums, left, right):
+    """Add the product of two tiles to a third."""
+    if not all(isinstance(tile, types.IntegerLiteral) for tile in (sums, left, right)):
+        return None
+
+    def code(context, builder, signature, arguments):
+        _tell(builder, "tdpbf16ps", *(_register(tile) for tile in (sums, left, right)))
+        return context.get_dummy_value()
+
+    return types.void(sums, left, right), code
