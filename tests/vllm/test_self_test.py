@@ -42,8 +42,15 @@ def other_packing(patch: pytest.MonkeyPatch) -> None:
 
 def other_values(patch: pytest.MonkeyPatch) -> None:
     """Values lie where keys are looked for."""
-    patch.setattr(BlockCache, "_half", lambda cache, values, half=BlockCache._half: half(cache, 1 - values))
-    patch.setattr(cpu, "packing_of", lambda *shape: "columns")
+    half, packing_of = BlockCache._half, cpu.packing_of
+
+    def packing(*shape: Any) -> str:
+        with pytest.MonkeyPatch.context() as restored:
+            restored.setattr(BlockCache, "_half", half)
+            return packing_of(*shape)
+
+    patch.setattr(cpu, "packing_of", packing)
+    patch.setattr(BlockCache, "_half", lambda cache, values: half(cache, 1 - values))
 
 
 def other_block_table(patch: pytest.MonkeyPatch) -> None:
