@@ -20,11 +20,12 @@ import sys
 import numba
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from sparseattn.kernels.numba_cache import njit
-from sparseattn.kernels.numba_vectors import BYTE, call, place_in
+from sparseattn.kernels.numba_vectors import BYTE, FLOATS, LANES, WORDS, call, every, place_in
 
 TILE_ROWS = 16  # and words of 32 bits of a row
 PAIR = 2 * TILE_ROWS  # bfloat16 numbers of a tile's row
@@ -148,3 +149,25 @@ def multiplied(typing, sums, left, right):
         return context.get_dummy_value()
 
     return types.void(sums, left, right), code
+
+
+@intrinsic
+def halved(typing, weights, w, count, halves, high, low):
+    """Put `weights[w:w + count]`, `count` a multiple of 16, as bfloat16 at `halves[high:]` and what that leaves at
+    `halves[low:]`."""
+
+    def code(context, builder, signature, arguments):
+        weights_, w_, count_, halves_, high_, low_ = arguments
+        short = ir.VectorType(ir.IntType(16), LANES)
+        none, lanes = ir.Constant(w_.type, 0), ir.Constant(w_.type, LANES)
+        with cgutils.for_range_slice(builder, none, count_, lanes, intp=w_.type) as (n, _):
+            x = builder.load(place_in(context, builder, weights, weights_, builder.add(w_, n), FLOATS), align=4)
+            first = builder.and_(builder.bitcast(x, WORDS), every(WORDS, 0xFFFF0000))
+            rest = builder.bitcast(builder.fsub(x, builder.bitcast(first, FLOATS)), WORDS)
+            rest = builder.add(rest, every(WORDS, 0x8000))
+            for bits, at in ((first, high_), (rest, low_)):
+                to = place_in(context, builder, halves, halves_, builder.add(at, n), short)
+                builder.store(builder.trunc(builder.lshr(bits, every(WORDS, 16)), short), to, align=2)
+        return context.get_dummy_value()
+
+    return types.void(weights, types.intp, types.intp, halves, types.intp, types.intp), code

@@ -20,22 +20,25 @@ from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.kernels.attend.cpu_softmax import BATCH, TILE, add_rows, join_parts
+from sparseattn.kernels.attend.cpu_tiles import add_rows as add_rows_by_tiles
+from sparseattn.kernels.attend.cpu_tiles import fit, tile_queries
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, LOG2E, address_of, array_at, fetch, put_float, read, rows_at
+from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, fetch, put_float, read, rows_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 PARTS = 32  # parts in all, at least, where there are rows for them: enough for any number of threads
 PART_ROWS = 128  # rows for which a part of its own pays
 
 
-@njit(fastmath=set(FAST))
-def _part(query, size, scale, stored, h, table, spans, zones, parts):
+@njit  # not fastmath, which numba hands on to what is called: `powers` may not be reordered
+def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
     """Attention of a list's query heads, flat of `[share,D]`, over one part of their rows.
 
-    stored: keys and values flat, each with the steps of block, head and row; table: blocks of the sequence, and rows of
-    one; spans: start, length and bias `[S]`, and the longest; zones: sink, base, sealed and end; parts: the one's
-    number, how many there are, `acc` `[share*D]`, `peak` and `total` `[share]`, which are written.
+    tiled: whether matrix tiles multiply; stored: keys and values flat, each with the steps of block, head and row;
+    table: blocks of the sequence, and rows of one; spans: start, length and bias `[S]`, and the longest; zones: sink,
+    base, sealed and end; parts: the one's number, how many there are, `acc` `[share*D]`, `peak` and `total` `[share]`,
+    which are written.
     """
     ((keys, key_steps), (values, value_steps)), (table, block_rows), (start, length, bias, span) = stored, table, spans
     (sink, base, sealed, end), (split, splits, acc, peak, total) = zones, parts
@@ -56,6 +59,7 @@ def _part(query, size, scale, stored, h, table, spans, zones, parts):
     weights = np.empty(share * TILE, np.float32)
     more, extra = np.zeros(room, np.float32), np.float32(0)
     queries, sums = (scaled, share, size), (peak, total, acc)
+    asked = tile_queries(query, share if tiled else 0, size), share, size, scale
     filled, passed = 0, 0
     for s in range(slots + 2):
         if s < slots:
@@ -88,19 +92,26 @@ def _part(query, size, scale, stored, h, table, spans, zones, parts):
             row += 1
             filled += 1
             if filled == BATCH:
-                add_rows(queries, (keys, key_at), (values, value_at), (more, BATCH), weights, sums)
+                if tiled:
+                    add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, BATCH), sums)
+                else:
+                    add_rows(queries, (keys, key_at), (values, value_at), (more, BATCH), weights, sums)
                 filled = 0
         if passed >= stop:
             break
-    add_rows(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
+    if tiled:
+        add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, filled), sums)
+    else:
+        add_rows(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(query, keys, values, table, spans, zones, splits, outs):
+def _attend(query, keys, values, table, spans, zones, splits, tiled, outs):
     """query: where `[B*Hs,share,D]` lies, its sizes, how many KV heads there are, and the factor of logits of base 2;
     keys, values: where they lie, with the steps of block, head and row; table: `[B,M]`, blocks of each sequence, and
     rows of one; spans: start and length `[B*Hs,S]`, bias likewise or without slots, S, and the longest; zones: sink,
-    sealed and end `[B]`, and base; splits: parts of a list; outs: where out `[B*Hs,share,D]` and lse lie.
+    sealed and end `[B]`, and base; splits: parts of a list; tiled: whether
+    matrix tiles multiply; outs: where out `[B*Hs,share,D]` and lse lie.
 
     What the parfor below reads stands loose: taking tuples apart in it costs a call 1 to 2 us.
     """
@@ -123,7 +134,8 @@ def _attend(query, keys, values, table, spans, zones, splits, outs):
         h = which % chosen * heads // chosen
         s, q = which * slots, which * part
         _part(
-            queries[q : q + part], size, scale, ((rows, key_steps), (others, value_steps)), h, (blocks[b], block_rows),
+            queries[q : q + part], size, scale, tiled, ((rows, key_steps), (others, value_steps)), h,
+            (blocks[b], block_rows),
             (start[s : s + slots], length[s : s + slots], bias[which], span), (sink[b], base, sealed[b], end[b]),
             (split, splits, acc[which, split], peak[which, split], total[which, split]),
         )  # fmt: skip
@@ -170,6 +182,7 @@ def attend(
             (start.data_ptr(), length.data_ptr(), bias, slots, span),
             (sink.data_ptr(), sealed.data_ptr(), end.data_ptr(), bounds.base),
             splits,
+            fit(query.dtype, size, share),
             (out.data_ptr(), lse.data_ptr()),
         )
     return out, lse

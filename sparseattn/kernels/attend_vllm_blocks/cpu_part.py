@@ -16,10 +16,10 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     _page_logits,
     _page_values,
 )
-from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import exponentials, peak_of
 from sparseattn.kernels.attend_vllm_blocks.cpu_tiles import GROUP, tile_part
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import read
+from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import tiles
 from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.topk.cpu import best

@@ -26,10 +26,11 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     _page_logits,
     _page_values,
 )
-from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import exponentials, join, peak_of
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, read, storage_of
+from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, STEP, use_threads
 from sparseattn.kernels.numba_vectors import LANES
 

@@ -10,19 +10,16 @@ Weights are float32; each is multiplied as the sum of two bfloat16 numbers, with
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import _page_values
-from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import fetch
+from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import (
     PAIR,
     TILE_ROWS,
     begin,
+    halved,
     loaded,
     multiplied,
     released,
@@ -30,33 +27,11 @@ from sparseattn.kernels.numba_tiles import (
     stored,
     zeroed,
 )
-from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, every, place_in
+from sparseattn.kernels.numba_vectors import LANES
 
 TILED = 8  # query heads at a time, each with two rows of weights
 GROUP = 4 * LANES  # channels whose sums are in tiles at a time
 ASKED = 16  # lines of a page's keys or values that are asked for ahead: the processor then goes on by itself
-
-
-@intrinsic
-def _split(typing, weights, w, count, halves, high, low):
-    """Put `weights[w:w + count]`, `count` a multiple of 16, as bfloat16 at `halves[high:]` and what that leaves at
-    `halves[low:]`."""
-
-    def code(context, builder, signature, arguments):
-        weights_, w_, count_, halves_, high_, low_ = arguments
-        short = ir.VectorType(ir.IntType(16), LANES)
-        none, lanes = ir.Constant(w_.type, 0), ir.Constant(w_.type, LANES)
-        with cgutils.for_range_slice(builder, none, count_, lanes, intp=w_.type) as (n, _):
-            x = builder.load(place_in(context, builder, weights, weights_, builder.add(w_, n), FLOATS), align=4)
-            first = builder.and_(builder.bitcast(x, WORDS), every(WORDS, 0xFFFF0000))
-            rest = builder.bitcast(builder.fsub(x, builder.bitcast(first, FLOATS)), WORDS)
-            rest = builder.add(rest, every(WORDS, 0x8000))
-            for bits, at in ((first, high_), (rest, low_)):
-                to = place_in(context, builder, halves, halves_, builder.add(at, n), short)
-                builder.store(builder.trunc(builder.lshr(bits, every(WORDS, 16)), short), to, align=2)
-        return context.get_dummy_value()
-
-    return types.void(weights, types.intp, types.intp, halves, types.intp, types.intp), code
 
 
 @njit
@@ -141,7 +116,7 @@ def tile_part(queries, blocks, form, listed, sums):
             highest = peak_of(weights, k * wide, wide)
             peak[first + k] = highest
             total[first + k] = exponentials(weights, k * wide, wide, highest)
-            _split(weights, k * wide, wide, halves, k * wide, (served + k) * wide)
+            halved(weights, k * wide, wide, halves, k * wide, (served + k) * wide)
         for tile in range(4):
             shaped(shapes, tile, 2 * served, 64)
         rows_at_once = PAIR if page % PAIR == 0 else TILE_ROWS

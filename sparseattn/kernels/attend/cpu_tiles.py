@@ -1,0 +1,246 @@
+"""The online softmax by matrix tiles, for many queries of one KV head: a check of drafts, or wide query groups.
+
+Keys are multiplied as they lie where rows are adjacent, and else from a copy; of values two rows are interleaved. The
+weights are float32; each is multiplied as the sum of two bfloat16 numbers, within 2^-16 of it.
+"""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_rows import exp2
+from sparseattn.kernels.numba_softmax import exponentials, peak_of
+from sparseattn.kernels.numba_tiles import (
+    PAIR,
+    TILE_ROWS,
+    begin,
+    halved,
+    loaded,
+    multiplied,
+    released,
+    shaped,
+    stored,
+    tiles,
+    zeroed,
+)
+from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, place_in, splat, times_plus
+
+ROWS = 4 * PAIR  # whose logits are known before their values are read
+HELD = TILE_ROWS // 2  # queries of a tile of weights, each with two rows
+CHANNELS = 4 * TILE_ROWS  # whose sums are in tiles at a time
+FEWEST = 8  # queries for which tiles pay: 17.8 ms, by vectors 19.4; for 4 queries 17 and 14 (the log, 2026-11-28)
+
+
+def fit(dtype: torch.dtype, size: int, share: int) -> bool:
+    """Return whether tiles serve so many queries of a KV head with rows of a dtype and size."""
+    return dtype == torch.bfloat16 and size % CHANNELS == 0 and share >= FEWEST and tiles()
+
+
+@intrinsic
+def _line(typing, array, at, source, place):
+    """Copy 32 numbers of 16 bits from `source[place:]` to `array[at:]`."""
+
+    def code(context, builder, signature, arguments):
+        array_, at_, source_, place_ = arguments
+        line = ir.VectorType(ir.IntType(16), PAIR)
+        x = builder.load(place_in(context, builder, source, source_, place_, line), align=2)
+        builder.store(x, place_in(context, builder, array, array_, at_, line), align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, source, types.intp), code
+
+
+@intrinsic
+def _interleaved(typing, array, at, step, source, first, second):
+    """Put 32 numbers of 16 bits of two rows at `array[at:]` in turns, the last 16 of each `step` behind."""
+
+    def code(context, builder, signature, arguments):
+        array_, at_, step_, source_, first_, second_ = arguments
+        line, word = ir.VectorType(ir.IntType(16), PAIR), ir.IntType(32)
+        rows = [
+            builder.load(place_in(context, builder, source, source_, place, line), align=2)
+            for place in (first_, second_)
+        ]
+        for half in range(2):
+            lanes = [half * TILE_ROWS + n // 2 + (n % 2) * PAIR for n in range(PAIR)]
+            x = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(word, PAIR), lanes))
+            place = at_ if half == 0 else builder.add(at_, step_)
+            builder.store(x, place_in(context, builder, array, array_, place, line), align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, source, types.intp, types.intp), code
+
+
+@intrinsic
+def _turned(typing, sums, out, at, step, scale):
+    """Put 16 rows of 16 numbers times `scale` at `out[at:]` as columns, which lie `step` apart."""
+
+    def code(context, builder, signature, arguments):
+        sums_, out_, at_, step_, scale_ = arguments
+        lines = []
+        for row in range(LANES):
+            place = ir.Constant(at_.type, row * LANES)
+            lines.append(builder.load(place_in(context, builder, sums, sums_, place, FLOATS), align=4))
+        for bit in (1, 2, 4, 8):  # numbers change places with those across the diagonal, in ever larger squares
+            upper = [lane if not lane & bit else LANES + lane - bit for lane in range(LANES)]
+            lower = [lane + bit if not lane & bit else LANES + lane for lane in range(LANES)]
+            for row in (row for row in range(LANES) if not row & bit):
+                pair = lines[row], lines[row | bit]
+                lines[row], lines[row | bit] = (
+                    builder.shuffle_vector(*pair, ir.Constant(WORDS, lanes)) for lanes in (upper, lower)
+                )
+        factor = splat(builder, scale_, FLOATS)
+        for column, line in enumerate(lines):
+            place = builder.add(at_, builder.mul(step_, ir.Constant(at_.type, column)))
+            to = place_in(context, builder, out, out_, place, FLOATS)
+            builder.store(builder.fmul(line, factor), to, align=4)
+        return context.get_dummy_value()
+
+    return types.void(sums, out, types.intp, types.intp, types.float32), code
+
+
+@njit
+def tile_queries(query, share, size):
+    """Return a group's queries, flat as they are stored, as tiles: 32 channels of 16 queries, two to a word."""
+    many = (share + TILE_ROWS - 1) // TILE_ROWS
+    tiled = np.zeros(many * TILE_ROWS * size, np.uint16)
+    for g in range(share):
+        base = g // TILE_ROWS * TILE_ROWS * size + g % TILE_ROWS * 2
+        for d in range(size):
+            tiled[base + d // 2 * PAIR + d % 2] = query[g * size + d]
+    return tiled
+
+
+@njit
+def _logits(asked, keys, count, held, weights):
+    """Logits of up to `ROWS` rows, rounded up to whole tiles, `[share,ROWS]`."""
+    (tiled, share, size, scale), (rows, at) = asked, keys
+    sums = np.empty(TILE_ROWS * TILE_ROWS, np.float32)
+    for t in range(0, count, TILE_ROWS):
+        step = at[t + 1] - at[t]
+        adjacent = t + TILE_ROWS <= count
+        for r in range(t + 1, min(t + TILE_ROWS, count)):
+            adjacent = adjacent and at[r] - at[r - 1] == step
+        if not adjacent:
+            for r in range(t, min(t + TILE_ROWS, count)):
+                for d in range(0, size, PAIR):
+                    _line(held, (r - t) * size + d, rows, at[r] + d)
+        for first in range(0, share, TILE_ROWS):
+            zeroed(0)
+            for d in range(0, size, PAIR):
+                if adjacent:
+                    loaded(1, rows, at[t] + d, step)
+                else:
+                    loaded(1, held, d, size)
+                loaded(2, tiled, first * size + d * TILE_ROWS, PAIR)
+                multiplied(0, 1, 2)
+            stored(0, sums, 0, TILE_ROWS)
+            _turned(sums, weights, first * ROWS + t, ROWS, scale)
+
+
+@njit  # not fastmath, under which `powers` may not be reordered
+def _softmax(weights, w, more, count, whole, peak, total, g):
+    """Make weights of the logits of `whole` rows, of which `count` are there; return the factor of what was summed
+    before."""
+    for t in range(count):
+        weights[w + t] += more[t]
+    for t in range(count, whole):
+        weights[w + t] = -np.inf
+    highest = max(peak[g], peak_of(weights, w, whole))
+    if highest == -np.inf:  # so far logits of -inf alone, or what is no number and stays so
+        total[g] += exponentials(weights, w, whole, np.float32(0))
+        return np.float32(1)
+    shrink = exp2(peak[g] - highest) if peak[g] > -np.inf else np.float32(0)
+    total[g] = total[g] * shrink + exponentials(weights, w, whole, highest)
+    peak[g] = highest
+    return shrink
+
+
+@intrinsic
+def _added(typing, acc, a, shrink, sums, first, second):
+    """Shrink 64 numbers from `acc[a:]` on, and add those from `sums[first:]` and `sums[second:]` on."""
+
+    def code(context, builder, signature, arguments):
+        acc_, a_, shrink_, sums_, first_, second_ = arguments
+        factor = splat(builder, shrink_, FLOATS)
+        for n in range(0, CHANNELS, LANES):
+            lane = ir.Constant(a_.type, n)
+            to = place_in(context, builder, acc, acc_, builder.add(a_, lane), FLOATS)
+            one, other = (
+                builder.load(place_in(context, builder, sums, sums_, builder.add(at, lane), FLOATS), align=4)
+                for at in (first_, second_)
+            )
+            total = times_plus(builder, builder.load(to, align=4), factor, builder.fadd(one, other))
+            builder.store(total, to, align=4)
+        return context.get_dummy_value()
+
+    return types.void(acc, types.intp, types.float32, sums, types.intp, types.intp), code
+
+
+@njit
+def add_rows(asked, keys, values, added, sums):
+    """As `cpu_softmax.add_rows`; asked: `tile_queries`, share, size and the factor of logits."""
+    (tiled, share, size, scale), (keys, key_at), (values, value_at) = asked, keys, values
+    (more, count), (peak, total, acc) = added, sums
+    if count == 0:
+        return
+    shapes = np.zeros(64, np.uint8)
+    for tile in range(8):
+        shaped(shapes, tile, TILE_ROWS, 2 * PAIR)
+    groups = (share + HELD - 1) // HELD
+    held = np.empty(TILE_ROWS * size, np.uint16)
+    weights = np.empty((share + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * ROWS, np.float32)
+    pairs, halves = np.empty(ROWS * size, np.uint16), np.empty(2 * groups * HELD * ROWS, np.uint16)
+    parts, shrinks = np.empty(TILE_ROWS * CHANNELS, np.float32), np.empty(groups * HELD, np.float32)
+    for first in range(0, count, ROWS):
+        many = min(ROWS, count - first)
+        whole = (many + PAIR - 1) // PAIR * PAIR
+        begin(shapes)
+        _logits((tiled, share, size, scale), (keys, key_at[first:]), many, held, weights)
+        released()
+        for g in range(share):
+            shrinks[g] = _softmax(weights, g * ROWS, more[first:], many, whole, peak, total, g)
+        for g in range(groups * HELD):  # those beyond the last query are summed for nobody
+            to = (g // HELD * TILE_ROWS + g % HELD) * ROWS
+            halved(weights, g * ROWS, whole, halves, to, to + HELD * ROWS)
+        step = PAIR // 2 * PAIR
+        for t in range(0, whole, 2):
+            one = value_at[first + t] if t < many else value_at[first]
+            other = value_at[first + t + 1] if t + 1 < many else value_at[first]
+            to = t // PAIR * PAIR * size + t % PAIR // 2 * PAIR
+            for d in range(0, size, PAIR):
+                _interleaved(pairs, to + d // TILE_ROWS * step, step, values, one + d, other + d)
+        begin(shapes)
+        for group in range(groups):
+            for d in range(0, size, CHANNELS):
+                zeroed(0)
+                zeroed(1)
+                zeroed(2)
+                zeroed(3)
+                for t in range(0, whole, PAIR):
+                    loaded(4, halves, group * TILE_ROWS * ROWS + t, ROWS)
+                    at = t * size + d // TILE_ROWS * step
+                    loaded(5, pairs, at, PAIR)
+                    multiplied(0, 4, 5)
+                    loaded(6, pairs, at + step, PAIR)
+                    multiplied(1, 4, 6)
+                    loaded(5, pairs, at + 2 * step, PAIR)
+                    multiplied(2, 4, 5)
+                    loaded(6, pairs, at + 3 * step, PAIR)
+                    multiplied(3, 4, 6)
+                stored(0, parts, 0, CHANNELS)
+                stored(1, parts, TILE_ROWS, CHANNELS)
+                stored(2, parts, 2 * TILE_ROWS, CHANNELS)
+                stored(3, parts, 3 * TILE_ROWS, CHANNELS)
+                for k in range(min(HELD, share - group * HELD)):
+                    g = group * HELD + k
+                    _added(acc, g * size + d, shrinks[g], parts, k * CHANNELS, (HELD + k) * CHANNELS)
+        released()
