@@ -21,13 +21,14 @@ from torch import Tensor
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.kernels.attend.cpu_softmax import BATCH, TILE, add_rows, join_parts
 from sparseattn.kernels.attend.cpu_tiles import add_rows as add_rows_by_tiles
-from sparseattn.kernels.attend.cpu_tiles import fit, tile_queries
+from sparseattn.kernels.attend.cpu_tiles import fit, room_for, tile_queries
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, fetch, put_float, read, rows_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 PARTS = 32  # parts in all, at least, where there are rows for them: enough for any number of threads
+RUN = 64  # adjacent rows, beyond which the processor asks for them by itself
 PART_ROWS = 128  # rows for which a part of its own pays
 
 
@@ -60,6 +61,7 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
     more, extra = np.zeros(room, np.float32), np.float32(0)
     queries, sums = (scaled, share, size), (peak, total, acc)
     asked = tile_queries(query, share if tiled else 0, size), share, size, scale
+    workspace = room_for(share if tiled else 0, size if tiled else 0)
     filled, passed = 0, 0
     for s in range(slots + 2):
         if s < slots:
@@ -77,6 +79,7 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
             continue
         first, last = max(low, low + begin - passed), min(high, low + stop - passed)
         passed += high - low
+        scattered = not tiled or last - first < RUN
         block, row = 0, first
         if first >= block_rows:  # a division takes as long as a row's products
             block, row = first // block_rows, first % block_rows
@@ -86,21 +89,24 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
             block_at = np.int64(table[block])
             key_at[filled] = block_at * key_steps[0] + h * key_steps[1] + row * key_steps[2]
             value_at[filled] = block_at * value_steps[0] + h * value_steps[1] + row * value_steps[2]
-            fetch(keys, key_at[filled], 1)  # where a row lies is looked up now, amid no sums
-            fetch(values, value_at[filled], 1)
+            if scattered:  # where a row lies is looked up now, amid no sums
+                fetch(keys, key_at[filled], 1)
+                fetch(values, value_at[filled], 1)
             more[filled] = extra
             row += 1
             filled += 1
             if filled == BATCH:
                 if tiled:
-                    add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, BATCH), sums)
+                    add_rows_by_tiles(
+                        asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, BATCH), workspace, sums
+                    )
                 else:
                     add_rows(queries, (keys, key_at), (values, value_at), (more, BATCH), weights, sums)
                 filled = 0
         if passed >= stop:
             break
     if tiled:
-        add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, filled), sums)
+        add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, filled), workspace, sums)
     else:
         add_rows(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
 

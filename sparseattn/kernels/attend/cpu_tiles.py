@@ -36,7 +36,7 @@ from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, place_in, spl
 ROWS = 4 * PAIR  # whose logits are known before their values are read
 HELD = TILE_ROWS // 2  # queries of a tile of weights, each with two rows
 CHANNELS = 4 * TILE_ROWS  # whose sums are in tiles at a time
-FEWEST = 8  # queries for which tiles pay: 17.8 ms, by vectors 19.4; for 4 queries 17 and 14 (the log, 2026-11-28)
+FEWEST = 8  # queries from which on tiles pay: 14 ms, by vectors 20; for 4 queries 14 and 15 (the log, 2026-11-28)
 
 
 def fit(dtype: torch.dtype, size: int, share: int) -> bool:
@@ -80,14 +80,14 @@ def _interleaved(typing, array, at, step, source, first, second):
 
 
 @intrinsic
-def _turned(typing, sums, out, at, step, scale):
-    """Put 16 rows of 16 numbers times `scale` at `out[at:]` as columns, which lie `step` apart."""
+def _turned(typing, sums, first, out, at, step, scale):
+    """Put 16 rows of 16 numbers from `sums[first:]` on, times `scale`, at `out[at:]` as columns, `step` apart."""
 
     def code(context, builder, signature, arguments):
-        sums_, out_, at_, step_, scale_ = arguments
+        sums_, first_, out_, at_, step_, scale_ = arguments
         lines = []
         for row in range(LANES):
-            place = ir.Constant(at_.type, row * LANES)
+            place = builder.add(first_, ir.Constant(at_.type, row * LANES))
             lines.append(builder.load(place_in(context, builder, sums, sums_, place, FLOATS), align=4))
         for bit in (1, 2, 4, 8):  # numbers change places with those across the diagonal, in ever larger squares
             upper = [lane if not lane & bit else LANES + lane - bit for lane in range(LANES)]
@@ -104,7 +104,7 @@ def _turned(typing, sums, out, at, step, scale):
             builder.store(builder.fmul(line, factor), to, align=4)
         return context.get_dummy_value()
 
-    return types.void(sums, out, types.intp, types.intp, types.float32), code
+    return types.void(sums, types.intp, out, types.intp, types.intp, types.float32), code
 
 
 @njit
@@ -120,38 +120,88 @@ def tile_queries(query, share, size):
 
 
 @njit
+def room_for(share, size):
+    """Return what `add_rows` works in: the shapes of tiles, a copy of rows, weights, interleaved values, halves of
+    weights, sums of values, and what weighs less once a larger logit is found."""
+    shapes, groups = np.zeros(64, np.uint8), (share + HELD - 1) // HELD
+    for tile in range(8):
+        shaped(shapes, tile, TILE_ROWS, 2 * PAIR)
+    held, pairs = np.empty(TILE_ROWS * size, np.uint16), np.empty(ROWS * size, np.uint16)
+    weights = np.empty((share + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * ROWS, np.float32)
+    halves = np.empty(2 * groups * HELD * ROWS, np.uint16)
+    parts, shrinks = np.empty(TILE_ROWS * CHANNELS, np.float32), np.empty(groups * HELD, np.float32)
+    return shapes, held, weights, pairs, halves, parts, shrinks
+
+
+@njit
+def _adjacent(at, first, stop):
+    """Return whether rows lie one after the other, all as far apart."""
+    step, same = at[first + 1] - at[first], True
+    for r in range(first + 1, stop):
+        same = same and at[r] - at[r - 1] == step
+    return same
+
+
+@njit
 def _logits(asked, keys, count, held, weights):
     """Logits of up to `ROWS` rows, rounded up to whole tiles, `[share,ROWS]`."""
     (tiled, share, size, scale), (rows, at) = asked, keys
-    sums = np.empty(TILE_ROWS * TILE_ROWS, np.float32)
-    for t in range(0, count, TILE_ROWS):
-        step = at[t + 1] - at[t]
-        adjacent = t + TILE_ROWS <= count
-        for r in range(t + 1, min(t + TILE_ROWS, count)):
-            adjacent = adjacent and at[r] - at[r - 1] == step
-        if not adjacent:
+    sums = np.empty(4 * TILE_ROWS * TILE_ROWS, np.float32)
+    turned = TILE_ROWS * TILE_ROWS
+    t = 0
+    while t < count:
+        if t + 4 * TILE_ROWS <= count and _adjacent(at, t, t + 4 * TILE_ROWS):
+            step = at[t + 1] - at[t]
+            for first in range(0, share, TILE_ROWS):
+                zeroed(0)
+                zeroed(1)
+                zeroed(2)
+                zeroed(3)
+                for d in range(0, size, PAIR):
+                    place = at[t] + d
+                    loaded(4, tiled, first * size + d * TILE_ROWS, PAIR)
+                    loaded(5, rows, place, step)
+                    multiplied(0, 5, 4)
+                    loaded(6, rows, place + TILE_ROWS * step, step)
+                    multiplied(1, 6, 4)
+                    loaded(5, rows, place + 2 * TILE_ROWS * step, step)
+                    multiplied(2, 5, 4)
+                    loaded(6, rows, place + 3 * TILE_ROWS * step, step)
+                    multiplied(3, 6, 4)
+                stored(0, sums, 0, TILE_ROWS)
+                stored(1, sums, turned, TILE_ROWS)
+                stored(2, sums, 2 * turned, TILE_ROWS)
+                stored(3, sums, 3 * turned, TILE_ROWS)
+                for n in range(4):
+                    _turned(sums, n * turned, weights, first * ROWS + t + n * TILE_ROWS, ROWS, scale)
+            t += 4 * TILE_ROWS
+            continue
+        whole = t + TILE_ROWS <= count and _adjacent(at, t, t + TILE_ROWS)
+        if not whole:
             for r in range(t, min(t + TILE_ROWS, count)):
                 for d in range(0, size, PAIR):
                     _line(held, (r - t) * size + d, rows, at[r] + d)
         for first in range(0, share, TILE_ROWS):
             zeroed(0)
             for d in range(0, size, PAIR):
-                if adjacent:
-                    loaded(1, rows, at[t] + d, step)
+                if whole:
+                    loaded(5, rows, at[t] + d, at[t + 1] - at[t])
                 else:
-                    loaded(1, held, d, size)
-                loaded(2, tiled, first * size + d * TILE_ROWS, PAIR)
-                multiplied(0, 1, 2)
+                    loaded(5, held, d, size)
+                loaded(4, tiled, first * size + d * TILE_ROWS, PAIR)
+                multiplied(0, 5, 4)
             stored(0, sums, 0, TILE_ROWS)
-            _turned(sums, weights, first * ROWS + t, ROWS, scale)
+            _turned(sums, 0, weights, first * ROWS + t, ROWS, scale)
+        t += TILE_ROWS
 
 
 @njit  # not fastmath, under which `powers` may not be reordered
-def _softmax(weights, w, more, count, whole, peak, total, g):
-    """Make weights of the logits of `whole` rows, of which `count` are there; return the factor of what was summed
-    before."""
-    for t in range(count):
-        weights[w + t] += more[t]
+def _softmax(weights, w, biased, more, count, whole, peak, total, g):
+    """Make weights of the logits of `whole` rows, of which `count` are there, `more` added to them if they are biased;
+    return the factor of what was summed before."""
+    if biased:
+        for t in range(count):
+            weights[w + t] += more[t]
     for t in range(count, whole):
         weights[w + t] = -np.inf
     highest = max(peak[g], peak_of(weights, w, whole))
@@ -186,20 +236,15 @@ def _added(typing, acc, a, shrink, sums, first, second):
 
 
 @njit
-def add_rows(asked, keys, values, added, sums):
-    """As `cpu_softmax.add_rows`; asked: `tile_queries`, share, size and the factor of logits."""
+def add_rows(asked, keys, values, added, room, sums):
+    """As `cpu_softmax.add_rows`; asked: `tile_queries`, share, size and the factor of logits; added: what comes to
+    logits, whether anything does, and how many rows there are; room: see `room_for`."""
     (tiled, share, size, scale), (keys, key_at), (values, value_at) = asked, keys, values
-    (more, count), (peak, total, acc) = added, sums
+    (more, biased, count), (peak, total, acc) = added, sums
     if count == 0:
         return
-    shapes = np.zeros(64, np.uint8)
-    for tile in range(8):
-        shaped(shapes, tile, TILE_ROWS, 2 * PAIR)
+    shapes, held, weights, pairs, halves, parts, shrinks = room
     groups = (share + HELD - 1) // HELD
-    held = np.empty(TILE_ROWS * size, np.uint16)
-    weights = np.empty((share + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * ROWS, np.float32)
-    pairs, halves = np.empty(ROWS * size, np.uint16), np.empty(2 * groups * HELD * ROWS, np.uint16)
-    parts, shrinks = np.empty(TILE_ROWS * CHANNELS, np.float32), np.empty(groups * HELD, np.float32)
     for first in range(0, count, ROWS):
         many = min(ROWS, count - first)
         whole = (many + PAIR - 1) // PAIR * PAIR
@@ -207,7 +252,7 @@ def add_rows(asked, keys, values, added, sums):
         _logits((tiled, share, size, scale), (keys, key_at[first:]), many, held, weights)
         released()
         for g in range(share):
-            shrinks[g] = _softmax(weights, g * ROWS, more[first:], many, whole, peak, total, g)
+            shrinks[g] = _softmax(weights, g * ROWS, biased, more[first:], many, whole, peak, total, g)
         for g in range(groups * HELD):  # those beyond the last query are summed for nobody
             to = (g // HELD * TILE_ROWS + g % HELD) * ROWS
             halved(weights, g * ROWS, whole, halves, to, to + HELD * ROWS)
