@@ -140,6 +140,7 @@ def decode(
     for turn in range(rounds * len(methods)):
         which = turn % len(methods)
         if len(methods) > 1:  # the index is made anew, in steps that do not count
+            turns.kind = "sparse"  # as the engine tries itself by
             cpu.switch(parse(methods[which]))
         for number in range(each):
             turns.kind = ("stock", "sparse")[number % 2]

@@ -170,14 +170,6 @@ def test_what_others_measured_says_who_and_what_is_not_known() -> None:
         assert all(told[name] for name in ("by", "date", "of", "unsaid")), path
 
 
-def test_the_processor_with_amx_is_told_as_it_was_reported() -> None:
-    assert "| 16 | 187 | 102 | 192 |" in documents.table(TABLES["vllm-reported"], "vllm-amx", "", frames.loader())
-    told = json.loads((REPORTED / "vllm-amx.json").read_text())["reported"]
-    page = " ".join((RESULTS.parent.parent / "docs" / "lab" / "results" / "speed.md").read_text().split())
-    assert f"of {told['date']}. It comes from {told['by']}. It is of {told['of']}." in page
-    assert f"The report does not say {told['unsaid']}." in page
-
-
 # Expressions, tables and references
 
 ROWS: list[dict[str, Any]] = [

@@ -34,7 +34,6 @@ from sparseattn.utils.devices import quarter_of_memory
 from tests import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-REPORTED = ROOT / "benchmarks" / "reported"
 
 
 @pytest.fixture
@@ -140,19 +139,16 @@ def test_it_becomes_vllm_with_the_settings_of_the_plugin(
 def test_serve_takes_the_method_that_is_faster_than_stock_on_every_processor(
     packages: Path, model: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At `--above` the default is below stock at every batch, with AMX (as reported, and it alone) and without."""
+    """At `--above` the default is below stock at every batch, with AMX and without."""
     _, command, _ = serve(monkeypatch, model, "--port", port)
     served = json.loads(told(command)["--additional-config"])["sparseattn"]
-    record = json.loads((REPORTED / "vllm-amx.json").read_text())
-    times = [one["milliseconds"] for one in record["decode"]]
-    faster = [name for name in times[0] if name != "stock" and all(one[name] < one["stock"] for one in times)]
-    assert faster == [served["selector"]] == [SELECTOR] == ["quest:page=32"]
+    assert served["selector"] == SELECTOR == "quest:page=32"
     assert served["above"] == AUTO  # or where the engine cannot measure
-    assert record["context"] <= ABOVE
-    here = json.loads((RESULTS / "vllm-default.json").read_text())["decode"]
-    mine = [one for one in here if one["selector"] == SELECTOR and one["context"] >= ABOVE]
-    assert {one["batch"] for one in mine} == {1, 4, 16}
-    assert all(one["speed_up"]["median"] > 1 for one in mine)
+    for name in ("vllm-default", "vllm-default-amx"):
+        decoded = json.loads((RESULTS / f"{name}.json").read_text())["decode"]
+        mine = [one for one in decoded if one["selector"] == SELECTOR and one["context"] >= ABOVE]
+        assert {one["batch"] for one in mine} == {1, 4, 16}
+        assert all(one["speed_up"]["median"] > 1 for one in mine)
 
 
 def test_serve_takes_a_plan(
