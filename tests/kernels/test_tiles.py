@@ -23,11 +23,11 @@ def test_code_for_other_processors_has_no_tiles(monkeypatch: pytest.MonkeyPatch)
     assert numba_tiles.compiled_for_tiles()
 
 
-def test_tiles_are_for_many_queries_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_for_bfloat16_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_tiles, "tiles", lambda: True)
-    assert cpu_tiles.fit(torch.bfloat16, 128, 8)
-    for dtype, size, share in ((torch.float32, 128, 8), (torch.bfloat16, 96, 8), (torch.bfloat16, 128, 4)):
-        assert not cpu_tiles.fit(dtype, size, share)
+    assert cpu_tiles.fit(torch.bfloat16, 128)
+    assert not cpu_tiles.fit(torch.float32, 128)
+    assert not cpu_tiles.fit(torch.bfloat16, 96)
 
 
 @tiled

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.kernels.attend.cpu_softmax import BATCH, TILE, add_rows, join_parts
+from sparseattn.kernels.attend.cpu_tiles import FEWEST, fit, room_for, tile_queries
 from sparseattn.kernels.attend.cpu_tiles import add_rows as add_rows_by_tiles
-from sparseattn.kernels.attend.cpu_tiles import fit, room_for, tile_queries
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, fetch, put_float, read, rows_at
@@ -188,7 +188,7 @@ def attend(
             (start.data_ptr(), length.data_ptr(), bias, slots, span),
             (sink.data_ptr(), sealed.data_ptr(), end.data_ptr(), bounds.base),
             splits,
-            fit(query.dtype, size, share),
+            share >= FEWEST and fit(query.dtype, size),
             (out.data_ptr(), lse.data_ptr()),
         )
     return out, lse
