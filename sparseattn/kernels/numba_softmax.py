@@ -18,8 +18,8 @@ from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, every, larger
 
 @intrinsic
 def exponentials(typing, numbers, at, count, highest):
-    """Replace `numbers[at:at + count]`, `count` a multiple of 16, by 2 to their distance from `highest`, which is none
-    of them above; return the sum. What is no number stays so."""
+    """Replace `numbers[at:at + count]`, `count` a multiple of 16, by 2 to their distance from `highest`, which none of
+    them is above; return the sum. What is no number stays so."""
 
     def code(context, builder, signature, arguments):
         numbers_, at_, count_, highest_ = arguments
@@ -45,7 +45,7 @@ def exponentials(typing, numbers, at, count, highest):
 
 @intrinsic
 def peak_of(typing, numbers, at, count):
-    """Return the largest of `numbers[at:at + count]`, `count` a multiple of 16."""
+    """Return the largest of `numbers[at:at + count]`, `count` a multiple of 16; what is no number is passed over."""
 
     def code(context, builder, signature, arguments):
         numbers_, at_, count_ = arguments

@@ -48,7 +48,8 @@ def tiles() -> bool:
     return ctypes.CDLL(None).syscall(ASK, PERMISSION, TILE_DATA) == 0
 
 
-def _tell(builder, name, *inputs):
+def _emit(builder, name, *inputs):
+    """Emit an instruction; nothing for a processor without tiles, where nobody may call what holds it (`tiles`)."""
     if compiled_for_tiles():
         call(builder, f"llvm.x86.{name}", ir.VoidType(), *inputs)
 
@@ -64,7 +65,7 @@ def _bytes_at(context, builder, array, value, place):
 @intrinsic
 def _load_shapes(typing, shapes):
     def code(context, builder, signature, arguments):
-        _tell(builder, "ldtilecfg", _bytes_at(context, builder, shapes, arguments[0], ir.Constant(WIDE, 0)))
+        _emit(builder, "ldtilecfg", _bytes_at(context, builder, shapes, arguments[0], ir.Constant(WIDE, 0)))
         return context.get_dummy_value()
 
     return types.void(shapes), code
@@ -89,7 +90,7 @@ def released(typing):
     """Give all tiles back."""
 
     def code(context, builder, signature, arguments):
-        _tell(builder, "tilerelease")
+        _emit(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), code
@@ -102,7 +103,7 @@ def zeroed(typing, tile):
         return None
 
     def code(context, builder, signature, arguments):
-        _tell(builder, "tilezero", _register(tile))
+        _emit(builder, "tilezero", _register(tile))
         return context.get_dummy_value()
 
     return types.void(tile), code
@@ -117,7 +118,7 @@ def loaded(typing, tile, array, place, step):
     def code(context, builder, signature, arguments):
         _, array_, place_, step_ = arguments
         width = builder.mul(step_, ir.Constant(WIDE, array.dtype.bitwidth // 8))
-        _tell(builder, "tileloadd64", _register(tile), _bytes_at(context, builder, array, array_, place_), width)
+        _emit(builder, "tileloadd64", _register(tile), _bytes_at(context, builder, array, array_, place_), width)
         return context.get_dummy_value()
 
     return types.void(tile, array, types.intp, types.intp), code
@@ -132,7 +133,7 @@ def stored(typing, tile, array, place, step):
     def code(context, builder, signature, arguments):
         _, array_, place_, step_ = arguments
         width = builder.mul(step_, ir.Constant(WIDE, array.dtype.bitwidth // 8))
-        _tell(builder, "tilestored64", _register(tile), _bytes_at(context, builder, array, array_, place_), width)
+        _emit(builder, "tilestored64", _register(tile), _bytes_at(context, builder, array, array_, place_), width)
         return context.get_dummy_value()
 
     return types.void(tile, array, types.intp, types.intp), code
@@ -145,7 +146,7 @@ def multiplied(typing, sums, left, right):
         return None
 
     def code(context, builder, signature, arguments):
-        _tell(builder, "tdpbf16ps", *(_register(tile) for tile in (sums, left, right)))
+        _emit(builder, "tdpbf16ps", *(_register(tile) for tile in (sums, left, right)))
         return context.get_dummy_value()
 
     return types.void(sums, left, right), code

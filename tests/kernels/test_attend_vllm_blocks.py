@@ -245,6 +245,25 @@ def test_a_step_with_nothing_to_choose_reads_what_it_reads_in_any_case() -> None
             assert outs[0].any()
 
 
+@pytest.mark.parametrize("group", [5, 8, 12])
+@pytest.mark.parametrize(("size", "block", "page", "unit"), [(64, 128, 16, 16), (128, 96, 48, 96)])
+def test_groups_of_many_query_heads(
+    group: int, size: int, block: int, page: int, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than vectors or tiles serve at a time."""
+    made = case(torch.bfloat16, size, block, page, unit)
+    cache, query = packed(made["keys"], made["values"], "pairs"), torch.randn(5, H * group, size).to(torch.bfloat16)
+    outs = []
+    for impl, tiles in (("torch", False), ("numba", True), ("numba", False)):
+        if not tiles:
+            monkeypatch.setattr(cpu_part, "tiles", lambda: False)
+        pages = StepPages(page, unit, *(made[name] for name in ("table", "always", "tails", "tokens")))
+        outs.append(torch.zeros_like(query))
+        attend_blocks(query, outs[-1], cache, pages, made["scores"], 3, 0.1, impl=impl)
+    for out in outs[1:]:
+        torch.testing.assert_close(out.float(), outs[0].float(), rtol=1.6e-2, atol=1.6e-2)
+
+
 @pytest.mark.parametrize("impl", ["torch", "numba"])
 @pytest.mark.parametrize(
     ("dtype", "packing"), [(torch.float32, "columns"), (torch.bfloat16, "columns"), (torch.bfloat16, "pairs")]
@@ -255,15 +274,20 @@ def test_bounds_are_the_least_and_largest_keys_of_pages(
 ) -> None:
     torch.manual_seed(size)
     keys = torch.randn(4, H, block, size).to(dtype)
-    keys[1, 1, 3, 5] = torch.nan  # of a row that nobody reads any more: what is no number is no bound
     plain = keys.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)  # [places,H,page,D]
     low, high = torch.full((2, H, len(plain), size), 7.0, dtype=dtype).transpose(1, 2)
     places = torch.randperm(len(plain))[:5]
+    per = block // page
+    keys[places[0] // per, 1, places[0] % per * page + 3, 5] = torch.nan  # what is no number is both bounds
+    plain = keys.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
     write_bounds(packed(keys, keys, packing), PageBounds(low, high), places, page, impl)
     expected = torch.full_like(low, 7.0), torch.full_like(high, 7.0)
     expected[0][places], expected[1][places] = plain[places].amin(2), plain[places].amax(2)
     for bound, wanted in zip((low, high), expected, strict=True):
         torch.testing.assert_close(bound, wanted, rtol=0, atol=0, equal_nan=True)
+        assert bound[places[0], 1, 5].isnan()
+    with pytest.raises(ValueError, match="a page is a multiple of 16 rows that divides a block of"):
+        write_bounds(packed(keys, keys, packing), PageBounds(low, high), places, 8, impl)
 
 
 class Tight(Quest):
@@ -273,14 +297,18 @@ class Tight(Quest):
         return {name: part / 2 for name, part in super().entries(keys).items()}
 
 
-@pytest.mark.parametrize("selector", [Quest(16), Tight(16), Mean(16)], ids=repr)
-def test_an_index_is_made_from_a_cache_as_from_its_keys(selector: PageSelector) -> None:
-    made = case(torch.bfloat16, 64, 64, 16, 16)
-    cache, places = packed(made["keys"].nan_to_num(), made["values"], "pairs"), torch.arange(0, 24 * 4, 3)
-    given = 24 * 4, H, 64, torch.bfloat16, torch.device("cpu")
+@pytest.mark.parametrize(
+    ("selector", "packing"),
+    [(Quest(16), "pairs"), (Tight(16), "pairs"), (Mean(16), "pairs"), (Quest(1), "columns")],
+    ids=repr,
+)
+def test_an_index_is_made_from_a_cache_as_from_its_keys(selector: PageSelector, packing: str) -> None:
+    made, unit = case(torch.bfloat16, 64, 64, 16, 16), selector.unit
+    cache, places = packed(made["keys"].nan_to_num(), made["values"], packing), torch.arange(0, 24 * 64 // unit, 3)
+    given = 24 * 64 // unit, H, 64, torch.bfloat16, torch.device("cpu")
     one, other = (Store(selector.for_layer(LayerContext(0)), *given) for _ in range(2))
     one.update_from(cache, places)
-    other.update(places, cache.keys(places, 16))
+    other.update(places, cache.keys(places, unit))
     assert all(torch.equal(one.entries[name], other.entries[name]) for name in other.entries)
 
 

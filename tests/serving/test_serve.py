@@ -144,11 +144,13 @@ def test_serve_takes_the_method_that_is_faster_than_stock_on_every_processor(
     served = json.loads(told(command)["--additional-config"])["sparseattn"]
     assert served["selector"] == SELECTOR == "quest:page=32"
     assert served["above"] == AUTO  # or where the engine cannot measure
+    gained: dict[str, list[float]] = {}
     for name in ("vllm-default", "vllm-default-amx"):
-        decoded = json.loads((RESULTS / f"{name}.json").read_text())["decode"]
-        mine = [one for one in decoded if one["selector"] == SELECTOR and one["context"] >= ABOVE]
-        assert {one["batch"] for one in mine} == {1, 4, 16}
-        assert all(one["speed_up"]["median"] > 1 for one in mine)
+        long = [one for one in json.loads((RESULTS / f"{name}.json").read_text())["decode"] if one["context"] >= ABOVE]
+        assert {(one["selector"], one["batch"]) for one in long} >= {(SELECTOR, batch) for batch in (1, 4, 16)}
+        for one in long:
+            gained.setdefault(one["selector"], []).append(one["speed_up"]["median"])
+    assert [selector for selector, ratios in gained.items() if min(ratios) > 1] == [SELECTOR]
 
 
 def test_serve_takes_a_plan(

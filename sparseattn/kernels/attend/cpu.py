@@ -28,7 +28,7 @@ from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, fetch, pu
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 PARTS = 32  # parts in all, at least, where there are rows for them: enough for any number of threads
-RUN = 64  # adjacent rows, beyond which the processor asks for them by itself
+RUN = 64  # rows of a span from which on the processor asks for them by itself
 PART_ROWS = 128  # rows for which a part of its own pays
 
 
@@ -116,8 +116,8 @@ def _attend(query, keys, values, table, spans, zones, splits, tiled, outs):
     """query: where `[B*Hs,share,D]` lies, its sizes, how many KV heads there are, and the factor of logits of base 2;
     keys, values: where they lie, with the steps of block, head and row; table: `[B,M]`, blocks of each sequence, and
     rows of one; spans: start and length `[B*Hs,S]`, bias likewise or without slots, S, and the longest; zones: sink,
-    sealed and end `[B]`, and base; splits: parts of a list; tiled: whether
-    matrix tiles multiply; outs: where out `[B*Hs,share,D]` and lse lie.
+    sealed and end `[B]`, and base; splits: parts of a list; tiled: whether matrix tiles multiply; outs: where out
+    `[B*Hs,share,D]` and lse lie.
 
     What the parfor below reads stands loose: taking tuples apart in it costs a call 1 to 2 us.
     """

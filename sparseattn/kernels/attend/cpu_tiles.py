@@ -129,7 +129,8 @@ def room_for(share, size):
     held, pairs = np.empty(TILE_ROWS * size, np.uint16), np.empty(ROWS * size, np.uint16)
     weights = np.empty((share + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * ROWS, np.float32)
     halves = np.empty(2 * groups * HELD * ROWS, np.uint16)
-    parts, shrinks = np.empty(TILE_ROWS * CHANNELS, np.float32), np.empty(groups * HELD, np.float32)
+    parts = np.empty(TILE_ROWS * CHANNELS if share else 0, np.float32)
+    shrinks = np.empty(groups * HELD, np.float32)
     return shapes, held, weights, pairs, halves, parts, shrinks
 
 
@@ -143,10 +144,9 @@ def _adjacent(at, first, stop):
 
 
 @njit
-def _logits(asked, keys, count, held, weights):
+def _logits(asked, keys, count, held, sums, weights):
     """Logits of up to `ROWS` rows, rounded up to whole tiles, `[share,ROWS]`."""
     (tiled, share, size, scale), (rows, at) = asked, keys
-    sums = np.empty(4 * TILE_ROWS * TILE_ROWS, np.float32)
     turned = TILE_ROWS * TILE_ROWS
     t = 0
     while t < count:
@@ -249,7 +249,7 @@ def add_rows(asked, keys, values, added, room, sums):
         many = min(ROWS, count - first)
         whole = (many + PAIR - 1) // PAIR * PAIR
         begin(shapes)
-        _logits((tiled, share, size, scale), (keys, key_at[first:]), many, held, weights)
+        _logits((tiled, share, size, scale), (keys, key_at[first:]), many, held, parts, weights)
         released()
         for g in range(share):
             shrinks[g] = _softmax(weights, g * ROWS, biased, more[first:], many, whole, peak, total, g)

@@ -1,6 +1,6 @@
 """The least and the largest numbers of an engine's pages in every channel, compiled by numba for the CPU.
 
-A step makes few entries, in torch by a dozen operations on small tensors, of which each waits for memory amid a model.
+A step makes few entries. Torch would take a dozen operations on small tensors for them, each of which waits for memory.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.

@@ -1,6 +1,7 @@
-"""Products of pages packed in pairs by matrix tiles, for which vLLM packs them so, in compiled code.
+"""Attention over pages packed in pairs, by the matrix tiles for which vLLM packs them so, in compiled code.
 
-A tile of keys is 32 channels of 16 rows as they lie, and one of values 32 rows (16 of pages of 16) of 16 channels.
+A tile of keys is 32 channels of 16 rows as they lie. One of values is 32 rows, or 16 where a page is no multiple of 32,
+of 16 channels.
 Weights are float32; each is multiplied as the sum of two bfloat16 numbers, within 2^-16 of it, in a row of its own.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparseattn.kernels.attend_vllm_blocks.cpu_products import _page_values
+from sparseattn.kernels.attend_vllm_blocks.cpu_products import SERVED, _page_values
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import fetch
 from sparseattn.kernels.numba_softmax import exponentials, peak_of
@@ -91,7 +92,8 @@ def tile_part(queries, blocks, form, listed, sums):
     count = places.shape[0]
     in_block = block // page
     wide = count * page
-    weights, halves = np.empty(TILED * wide, np.float32), np.empty(2 * TILED * wide, np.uint16)
+    most = min(TILED, share)
+    weights, halves = np.empty(most * wide, np.float32), np.empty(2 * most * wide, np.uint16)
     parts, shapes = np.empty(2 * TILED * GROUP, np.float32), np.zeros(64, np.uint8)
     for first in range(0, share, TILED):
         served = min(TILED, share - first)
@@ -150,5 +152,7 @@ def tile_part(queries, blocks, form, listed, sums):
             if rows[i] < page:  # behind its last row may lie what is no number
                 value = places[i] // in_block * block_step + base + block * size
                 value += places[i] % in_block * page * LANES
-                weighed = weights, i * page, wide
-                _page_values(True, (cache, value, block, rows[i]), weighed, (acc[first * size :], size, served))
+                for k in range(0, served, SERVED):
+                    weighed, sums_at = (weights, k * wide + i * page, wide), (first + k) * size
+                    few = min(SERVED, served - k)
+                    _page_values(True, (cache, value, block, rows[i]), weighed, (acc[sums_at:], size, few))

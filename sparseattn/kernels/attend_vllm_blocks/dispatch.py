@@ -65,7 +65,12 @@ def write_bounds(cache: BlockCache, bounds: PageBounds, places: Tensor, page: in
         places: `[n]` int64, pages of the cache, counted over all blocks.
         page: their rows, a multiple of 16 that divides a block.
         impl: see `attend_blocks`.
+
+    Raises:
+        ValueError: another page.
     """
+    if page % 16 or cache.block % page:
+        raise ValueError(f"a page is a multiple of 16 rows that divides a block of {cache.block}, got {page}")
     ATTEND.pick(impl, cache.packed.device, cache.packed.dtype).write_bounds(cache, bounds, places, page)
 
 

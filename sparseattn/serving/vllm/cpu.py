@@ -323,9 +323,9 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             self.page, self.unit = settings.shape
             self.on_mismatch = settings.on_mismatch
             self.looked = False  # whether the cache is known to be what the self-test's was like
-            self.costs: tuple[int, int, int, int, int, int] | None = None  # once the cache is known, see `counted_by`
+            self.costs: tuple[int, int, int, int, int, int] | None = None  # once the cache is known, see `costs_of`
             self.group: list[SparseCPUImpl] = [self]  # layers that serve every step that this one serves
-            self.counted: tuple[Any, Any, list[Any]] | None = None  # their numbers, and which of what costs each has
+            self.counting: tuple[Any, Any, list[Any]] | None = None  # layer numbers, which kind each is of, the kinds
 
     def forward(
         self,
@@ -370,7 +370,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         else:
             self.store.attend(query, output, cache, pages, served.most(self.page, self.pages), self.scale)
         served.layers += 1
-        if served.layers == len(self.group):  # once a step: between two layers every line takes longer
+        if served.layers >= len(self.group):  # once a step: between two layers every line takes longer
+            served.layers = 0
             self._count(served, kv_cache)
         return output
 
@@ -403,31 +404,31 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if kv_cache.shape[1:] == self.shape and kv_cache[0, 0].is_contiguous():
             return
         self.sparse = False
-        self.group.remove(self)
+        self.group.remove(self)  # of the builder too; if it was the last to run, its first step stays uncounted
         heads, block, double = self.shape
         own = f"of shape [blocks,{heads},{block},{double}] as in the self-test"
         why = f"a layer's cache is of shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}, not {own}"
         mismatch.met(self.on_mismatch, ValueError(why))
 
     def _count(self, served: ServedRequests, kv_cache: Tensor) -> None:
-        """Count a step of all layers of the group."""
+        """Count a step of all layers of the group, whose caches are of one form."""
         assert self.counter is not None
-        if self.counted is None or len(self.counted[0]) != len(self.group):
-            costs = [impl.counted_by(kv_cache) for impl in self.group]
+        if self.counting is None or len(self.counting[0]) != len(self.group):
+            costs = [impl.costs_of(kv_cache) for impl in self.group]
             kinds = list(dict.fromkeys(costs))
             layers, which = [impl.index for impl in self.group], [kinds.index(cost) for cost in costs]
-            self.counted = np.array(layers), np.array(which), kinds
-        layers, which, kinds = self.counted
+            self.counting = np.array(layers), np.array(which), kinds
+        layers, which, kinds = self.counting
         self.counter.add_step(layers, np.stack([served.counts(*kind) for kind in kinds])[which])
 
-    def counted_by(self, kv_cache: Tensor) -> tuple[int, int, int, int, int, int]:
+    def costs_of(self, kv_cache: Tensor) -> tuple[int, int, int, int, int, int]:
         """Return what `ServedRequests.counts` takes; `kv_cache`: the layer's or one of the same form."""
         if self.costs is None:
             heads, size = self.num_kv_heads, self.head_size
-            entry, row = entry_bytes(self.selector, heads, size, kv_cache.dtype), 2 * heads * size
+            entry = entry_bytes(self.selector, heads, size, kv_cache.dtype)
+            row = 2 * heads * size * kv_cache.element_size()
             query = kv_cache.new_empty(1, heads, self.num_heads // heads, size)
             once = self.selector.bytes_once(query) if isinstance(self.selector, PageSelector) else 0
-            row *= kv_cache.element_size()
             self.costs = self.page, self.pages, self.unit, row, entry, once * heads
         return self.costs
 

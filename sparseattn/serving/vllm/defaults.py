@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Of the methods that were timed on processors with AMX and without, the one that was faster than stock on both
-# (docs/use/serving.md).
+# (docs/use/serving.md, docs/lab/results/speed.md).
 SELECTOR = "quest:page=32"
 BUDGET = 2048  # rows beyond sink and window
 SINK, WINDOW = 4, 64  # rows

@@ -53,11 +53,12 @@ class Store:
 
     def update_from(self, cache: BlockCache, places: Tensor) -> None:
         """Compute the entries at `places` `[n]` from the cache's keys."""
-        if self.voted is not None and self.voted.of_keys:
-            write_bounds(cache, self.voted.bounds, places, self.selector.unit)
+        unit = self.selector.unit
+        if self.voted is not None and self.voted.of_keys and unit % 16 == 0:
+            write_bounds(cache, self.voted.bounds, places, unit)
             return
         for some in places.split(AT_ONCE):
-            self.update(some, cache.keys(some, self.selector.unit))
+            self.update(some, cache.keys(some, unit))
 
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
         """`PageSelector.scores_at` of these entries."""
