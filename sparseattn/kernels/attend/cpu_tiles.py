@@ -19,7 +19,9 @@ from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import exp2
 from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import (
+    CHANNELS,
     PAIR,
+    TILE_QUERIES,
     TILE_ROWS,
     begin,
     halved,
@@ -34,8 +36,6 @@ from sparseattn.kernels.numba_tiles import (
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, place_in, splat, times_plus
 
 ROWS = 4 * PAIR  # whose logits are known before their values are read
-HELD = TILE_ROWS // 2  # queries of a tile of weights, each with two rows
-CHANNELS = 4 * TILE_ROWS  # whose sums are in tiles at a time
 FEWEST = 8  # queries from which on tiles pay: 14 ms, by vectors 20; for 4 queries 14 and 15 (the log, 2026-11-28)
 
 
@@ -123,14 +123,14 @@ def tile_queries(query, share, size):
 def room_for(share, size):
     """Return what `add_rows` works in: the shapes of tiles, a copy of rows, weights, interleaved values, halves of
     weights, sums of values, and what weighs less once a larger logit is found."""
-    shapes, groups = np.zeros(64, np.uint8), (share + HELD - 1) // HELD
+    shapes, groups = np.zeros(64, np.uint8), (share + TILE_QUERIES - 1) // TILE_QUERIES
     for tile in range(8):
         shaped(shapes, tile, TILE_ROWS, 2 * PAIR)
     held, pairs = np.empty(TILE_ROWS * size, np.uint16), np.empty(ROWS * size, np.uint16)
     weights = np.empty((share + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * ROWS, np.float32)
-    halves = np.empty(2 * groups * HELD * ROWS, np.uint16)
+    halves = np.empty(2 * groups * TILE_QUERIES * ROWS, np.uint16)
     parts = np.empty(TILE_ROWS * CHANNELS if share else 0, np.float32)
-    shrinks = np.empty(groups * HELD, np.float32)
+    shrinks = np.empty(groups * TILE_QUERIES, np.float32)
     return shapes, held, weights, pairs, halves, parts, shrinks
 
 
@@ -244,7 +244,7 @@ def add_rows(asked, keys, values, added, room, sums):
     if count == 0:
         return
     shapes, held, weights, pairs, halves, parts, shrinks = room
-    groups = (share + HELD - 1) // HELD
+    groups = (share + TILE_QUERIES - 1) // TILE_QUERIES
     for first in range(0, count, ROWS):
         many = min(ROWS, count - first)
         whole = (many + PAIR - 1) // PAIR * PAIR
@@ -253,9 +253,9 @@ def add_rows(asked, keys, values, added, room, sums):
         released()
         for g in range(share):
             shrinks[g] = _softmax(weights, g * ROWS, biased, more[first:], many, whole, peak, total, g)
-        for g in range(groups * HELD):  # those beyond the last query are summed for nobody
-            to = (g // HELD * TILE_ROWS + g % HELD) * ROWS
-            halved(weights, g * ROWS, whole, halves, to, to + HELD * ROWS)
+        for g in range(groups * TILE_QUERIES):  # those beyond the last query are summed for nobody
+            to = (g // TILE_QUERIES * TILE_ROWS + g % TILE_QUERIES) * ROWS
+            halved(weights, g * ROWS, whole, halves, to, to + TILE_QUERIES * ROWS)
         step = PAIR // 2 * PAIR
         for t in range(0, whole, 2):
             one = value_at[first + t] if t < many else value_at[first]
@@ -285,7 +285,7 @@ def add_rows(asked, keys, values, added, room, sums):
                 stored(1, parts, TILE_ROWS, CHANNELS)
                 stored(2, parts, 2 * TILE_ROWS, CHANNELS)
                 stored(3, parts, 3 * TILE_ROWS, CHANNELS)
-                for k in range(min(HELD, share - group * HELD)):
-                    g = group * HELD + k
-                    _added(acc, g * size + d, shrinks[g], parts, k * CHANNELS, (HELD + k) * CHANNELS)
+                for k in range(min(TILE_QUERIES, share - group * TILE_QUERIES)):
+                    g = group * TILE_QUERIES + k
+                    _added(acc, g * size + d, shrinks[g], parts, k * CHANNELS, (TILE_QUERIES + k) * CHANNELS)
         released()

@@ -30,7 +30,7 @@ FEW = 1 << 14  # scores of which one thread finds the best in less time than it 
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(queries, blocks, form, paired, tables, scores, limits, ids, sums, outs):
+def _attend(queries, blocks, form, packing, tables, scores, limits, ids, sums, outs):
     """Attend to blocks; queries: flat, with the step from token to token, how many share a list, their size and the
     factor of logits; blocks: flat, with the steps of block and head, and how many KV heads there are; form: see
     `page_part`; tables: always `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`,
@@ -55,7 +55,7 @@ def _attend(queries, blocks, form, paired, tables, scores, limits, ids, sums, ou
         which, split = unit // splits, unit % splits
         r, s = which // chosen, which % chosen
         page_part(
-            paired, (query, tokens[r] * query_step + s * share * size, share, size, scale),
+            packing, (query, tokens[r] * query_step + s * share * size, share, size, scale),
             (cache, block_step, s * heads // chosen * head_step), form, (always[r], tails[r], table[r], ids[which]),
             (split, splits), (acc[which, split], peak[which, split], total[which, split]),
         )  # fmt: skip

@@ -95,7 +95,7 @@ def _scored(form, halves, bounds, table, unit, scores):
 
 
 @njit
-def _attended(paired, queries, blocks, heads, per, names, ids, unit, sums):
+def _attended(packing, queries, blocks, heads, per, names, ids, unit, sums):
     """One part of a list; queries: flat, with the step from token to token, how many share a list, their size and the
     factor of logits; blocks: flat, with the steps of block and head, rows of a block and of a page; heads, per: KV
     heads, and lists of each; names: always, tails, table and tokens, flat; unit: list and part in one number; sums:
@@ -107,7 +107,7 @@ def _attended(paired, queries, blocks, heads, per, names, ids, unit, sums):
     r, s = which // (heads * per), which % (heads * per)
     nearby, listed = always.shape[0] // tokens.shape[0], table.shape[0] // tokens.shape[0]
     page_part(
-        paired, (query, tokens[r] * query_step + s * share * size, share, size, scale),
+        packing, (query, tokens[r] * query_step + s * share * size, share, size, scale),
         (cache, block_step, s // per * head_step), (block, page, 1),
         (always[r * nearby : (r + 1) * nearby], tails[r], table[r * listed : (r + 1) * listed], ids[which]),
         (split, splits), (acc[which, split], peak[which, split], total[which, split]),
@@ -130,7 +130,7 @@ def _attend_bounded(kind, query_at, query_step, out_at, out_step, layer, scale, 
     """Attend to pages chosen by bounds; kind: what queries, rows and bounds are; ..._at, ..._step: where tokens lie;
     layer: `Place.numbers`; scale: of logits; root: what bounds are divided by; splits: of a list; form: see `Form`."""
     served, heads, group, size, block, page = form[0], form[1], form[2], form[3], form[4], form[5]
-    listed, nearby, most, paired, each, summed = form[6], form[7], form[8], form[9], form[10] != 0, form[11] != 0
+    listed, nearby, most, packing, each, summed = form[6], form[7], form[8], form[9], form[10] != 0, form[11] != 0
     # One by one, since numba's analysis of parallel code takes a line of several arrays for one (0.68).
     limits = array_at(np.int64, form[12], served)
     table = array_at(np.int32, form[13], served * listed)
@@ -170,7 +170,7 @@ def _attend_bounded(kind, query_at, query_step, out_at, out_step, layer, scale, 
     blocks = cache, block_step, head_step, block, page
     names = always, tails, table, tokens
     for unit in prange(lists * splits):
-        _attended(paired, queries, blocks, heads, per, names, ids, unit, sums)
+        _attended(packing, queries, blocks, heads, per, names, ids, unit, sums)
     _joined(sums, tokens, heads * per, size, out, out_step)
 
 

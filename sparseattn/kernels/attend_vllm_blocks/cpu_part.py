@@ -16,11 +16,11 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     _page_logits,
     _page_values,
 )
-from sparseattn.kernels.attend_vllm_blocks.cpu_tiles import GROUP, tile_part
+from sparseattn.kernels.attend_vllm_blocks.cpu_tiles import tile_part
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import read
 from sparseattn.kernels.numba_softmax import exponentials, peak_of
-from sparseattn.kernels.numba_tiles import tiles
+from sparseattn.kernels.numba_tiles import CHANNELS, tiles
 from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.topk.cpu import best
 
@@ -30,13 +30,14 @@ PARTS = 4  # parts in all for each thread, at least, where there are rows for th
 
 
 @njit  # not fastmath, under which `powers` may not be reordered
-def page_part(paired, queries, blocks, form, pages_read, part, sums):
+def page_part(packing, queries, blocks, form, pages_read, part, sums):
     """Attention of a list's query heads over one part of its pages.
 
-    queries: flat, the place of the first, how many, their size and the factor of logits; blocks: the cache flat, the
-    step from block to block, and the head's place in one; form: rows of a block and of a page, and pages of an entry;
-    pages_read: those always read, rows of the last of them, the table, and entries chosen; part: its number, and how
-    many there are; sums: acc `[share*D]`, peak and total `[share]`, which are written.
+    packing: see `packed_as`; queries: flat, the place of the first, how many, their size and the factor of logits;
+    blocks: the cache flat, the step from block to block, and the head's place in one; form: rows of a block and of a
+    page, and pages of an entry; pages_read: those always read, rows of the last of them, the table, and entries
+    chosen; part: its number, and how many there are; sums: acc `[share*D]`, peak and total `[share]`, which are
+    written.
     """
     (query, q, share, size, scale), (cache, block_step, base), (block, page, per) = queries, blocks, form
     (always, tail, table, ids), (split, splits), (acc, peak, total) = pages_read, part, sums
@@ -66,13 +67,13 @@ def page_part(paired, queries, blocks, form, pages_read, part, sums):
                 rows[filled] = page
                 filled += 1
             n += 1
-    if paired == TILES and size % GROUP == 0:
+    if packing == TILES and size % CHANNELS == 0:
         tile_part(
             (query, q, share, size, scale), (cache, block_step, base), (block, page), (places, rows),
             (acc, peak, total),
         )  # fmt: skip
         return
-    in_block = block // page
+    paired, in_block = packing != COLUMNS, block // page
     wide = count * page
     weights, scaled = np.empty(SERVED * wide, np.float32), np.empty(SERVED * size, np.float32)
     for first in range(0, share, SERVED):

@@ -17,7 +17,9 @@ from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import fetch
 from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import (
+    CHANNELS,
     PAIR,
+    TILE_QUERIES,
     TILE_ROWS,
     begin,
     halved,
@@ -30,8 +32,6 @@ from sparseattn.kernels.numba_tiles import (
 )
 from sparseattn.kernels.numba_vectors import LANES
 
-TILED = 8  # query heads at a time, each with two rows of weights
-GROUP = 4 * LANES  # channels whose sums are in tiles at a time
 ASKED = 16  # lines of a page's keys or values that are asked for ahead: the processor then goes on by itself
 
 
@@ -92,11 +92,11 @@ def tile_part(queries, blocks, form, listed, sums):
     count = places.shape[0]
     in_block = block // page
     wide = count * page
-    most = min(TILED, share)
+    most = min(TILE_QUERIES, share)
     weights, halves = np.empty(most * wide, np.float32), np.empty(2 * most * wide, np.uint16)
-    parts, shapes = np.empty(2 * TILED * GROUP, np.float32), np.zeros(64, np.uint8)
-    for first in range(0, share, TILED):
-        served = min(TILED, share - first)
+    parts, shapes = np.empty(2 * TILE_QUERIES * CHANNELS, np.float32), np.zeros(64, np.uint8)
+    for first in range(0, share, TILE_QUERIES):
+        served = min(TILE_QUERIES, share - first)
         for tile in range(3):
             shaped(shapes, tile, served, 64)
         for tile in range(3, 7):
@@ -126,27 +126,27 @@ def tile_part(queries, blocks, form, listed, sums):
         shaped(shapes, 5, rows_at_once // 2, 64)
         shaped(shapes, 6, rows_at_once // 2, 64)
         begin(shapes)
-        for d in range(0, size, GROUP):
+        for d in range(0, size, CHANNELS):
             for i in range(count):
                 if i + 1 < count and first == 0:
                     at = places[i + 1] // in_block * block_step + base + block * size
                     at += places[i + 1] % in_block * page * LANES + d * block
-                    _ask(cache, at, block * LANES, GROUP // LANES)
+                    _ask(cache, at, block * LANES, CHANNELS // LANES)
                 if rows[i] == page:
                     at = places[i] // in_block * block_step + base + block * size
                     at += places[i] % in_block * page * LANES + d * block
                     _tile_values(cache, at, block, page, halves, i * page, wide)
-            stored(0, parts, 0, GROUP)
-            stored(1, parts, LANES, GROUP)
-            stored(2, parts, 2 * LANES, GROUP)
-            stored(3, parts, 3 * LANES, GROUP)
+            stored(0, parts, 0, CHANNELS)
+            stored(1, parts, LANES, CHANNELS)
+            stored(2, parts, 2 * LANES, CHANNELS)
+            stored(3, parts, 3 * LANES, CHANNELS)
             zeroed(0)
             zeroed(1)
             zeroed(2)
             zeroed(3)
             for k in range(served):
-                for c in range(GROUP):
-                    acc[(first + k) * size + d + c] = parts[k * GROUP + c] + parts[(served + k) * GROUP + c]
+                for c in range(CHANNELS):
+                    acc[(first + k) * size + d + c] = parts[k * CHANNELS + c] + parts[(served + k) * CHANNELS + c]
         released()
         for i in range(count):
             if rows[i] < page:  # behind its last row may lie what is no number
