@@ -31,6 +31,7 @@ TILE_ROWS = 16  # and words of 32 bits of a row
 PAIR = 2 * TILE_ROWS  # bfloat16 numbers of a tile's row
 TILE_QUERIES = TILE_ROWS // 2  # of a tile of weights, each with two rows (`halved`)
 CHANNELS = 4 * TILE_ROWS  # whose sums are in four tiles at a time
+TILE_SHAPES = 64  # bytes that say what tiles are like
 ASK, TILE_DATA, PERMISSION = 158, 18, 0x1023  # arch_prctl, what is asked for, and ARCH_REQ_XCOMP_PERM, on x86-64
 WIDE = ir.IntType(64)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.kernels.attend.cpu_softmax import BATCH, TILE, add_rows, join_parts
-from sparseattn.kernels.attend.cpu_tiles import FEWEST, fit, room_for, tile_queries
+from sparseattn.kernels.attend.cpu_tiles import FEWEST, fit, prepare, room_for
 from sparseattn.kernels.attend.cpu_tiles import add_rows as add_rows_by_tiles
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
@@ -60,8 +60,10 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
     weights = np.empty(share * TILE, np.float32)
     more, extra = np.zeros(room, np.float32), np.float32(0)
     queries, sums = (scaled, share, size), (peak, total, acc)
-    asked = tile_queries(query, share if tiled else 0, size), share, size, scale
-    workspace = room_for(share if tiled else 0, size if tiled else 0)
+    workspace = np.empty(room_for(share, size) if tiled else 0, np.uint8)
+    asked = workspace, share, size, scale
+    if tiled:
+        prepare(workspace, query, share, size)
     filled, passed = 0, 0
     for s in range(slots + 2):
         if s < slots:
@@ -97,16 +99,14 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
             filled += 1
             if filled == BATCH:
                 if tiled:
-                    add_rows_by_tiles(
-                        asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, BATCH), workspace, sums
-                    )
+                    add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, BATCH), sums)
                 else:
                     add_rows(queries, (keys, key_at), (values, value_at), (more, BATCH), weights, sums)
                 filled = 0
         if passed >= stop:
             break
     if tiled:
-        add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, filled), workspace, sums)
+        add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, filled), sums)
     else:
         add_rows(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
 

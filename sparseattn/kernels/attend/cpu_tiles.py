@@ -16,13 +16,14 @@ from numba import types
 from numba.extending import intrinsic
 
 from sparseattn.kernels.numba_cache import njit
-from sparseattn.kernels.numba_rows import exp2
+from sparseattn.kernels.numba_rows import array_at, exp2
 from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import (
     CHANNELS,
     PAIR,
     TILE_QUERIES,
     TILE_ROWS,
+    TILE_SHAPES,
     begin,
     halved,
     loaded,
@@ -108,30 +109,51 @@ def _turned(typing, sums, first, out, at, step, scale):
 
 
 @njit
-def tile_queries(query, share, size):
-    """Return a group's queries, flat as they are stored, as tiles: 32 channels of 16 queries, two to a word."""
-    many = (share + TILE_ROWS - 1) // TILE_ROWS
-    tiled = np.zeros(many * TILE_ROWS * size, np.uint16)
+def room_for(share, size):
+    """Return how many bytes `add_rows` works in."""
+    tiles_of, groups = (share + TILE_ROWS - 1) // TILE_ROWS, (share + TILE_QUERIES - 1) // TILE_QUERIES
+    numbers = tiles_of * TILE_ROWS * ROWS + TILE_ROWS * CHANNELS + groups * TILE_QUERIES
+    shorts = (tiles_of + 1) * TILE_ROWS * size + ROWS * size + 2 * groups * TILE_QUERIES * ROWS
+    return 4 * numbers + 2 * shorts + TILE_SHAPES
+
+
+@njit
+def _views(room, share, size):
+    """Return what there is in the room: weights, sums of values, what sums weigh less once a larger logit is found, the
+    queries as tiles, a copy of rows, interleaved values, halves of weights, and the shapes of tiles. Of one array, as
+    making one takes longer than a view: parts by vectors have an empty room."""
+    tiles_of, groups = (share + TILE_ROWS - 1) // TILE_ROWS, (share + TILE_QUERIES - 1) // TILE_QUERIES
+    at = room.ctypes.data
+    weights = array_at(np.float32, at, tiles_of * TILE_ROWS * ROWS)
+    at += 4 * weights.shape[0]
+    parts = array_at(np.float32, at, TILE_ROWS * CHANNELS)
+    at += 4 * parts.shape[0]
+    shrinks = array_at(np.float32, at, groups * TILE_QUERIES)
+    at += 4 * shrinks.shape[0]
+    tiled = array_at(np.uint16, at, tiles_of * TILE_ROWS * size)
+    at += 2 * tiled.shape[0]
+    held = array_at(np.uint16, at, TILE_ROWS * size)
+    at += 2 * held.shape[0]
+    pairs = array_at(np.uint16, at, ROWS * size)
+    at += 2 * pairs.shape[0]
+    halves = array_at(np.uint16, at, 2 * groups * TILE_QUERIES * ROWS)
+    at += 2 * halves.shape[0]
+    return weights, parts, shrinks, tiled, held, pairs, halves, array_at(np.uint8, at, TILE_SHAPES)
+
+
+@njit
+def prepare(room, query, share, size):
+    """Put a group's queries, flat as they are stored, into the room as tiles: 32 channels of 16 queries, two to a
+    word; and the shapes of tiles."""
+    _, _, _, tiled, _, _, _, shapes = _views(room, share, size)
+    shapes[:] = 0
+    for tile in range(8):
+        shaped(shapes, tile, TILE_ROWS, 2 * PAIR)
+    tiled[:] = 0
     for g in range(share):
         base = g // TILE_ROWS * TILE_ROWS * size + g % TILE_ROWS * 2
         for d in range(size):
             tiled[base + d // 2 * PAIR + d % 2] = query[g * size + d]
-    return tiled
-
-
-@njit
-def room_for(share, size):
-    """Return what `add_rows` works in: the shapes of tiles, a copy of rows, weights, interleaved values, halves of
-    weights, sums of values, and what weighs less once a larger logit is found."""
-    shapes, groups = np.zeros(64, np.uint8), (share + TILE_QUERIES - 1) // TILE_QUERIES
-    for tile in range(8):
-        shaped(shapes, tile, TILE_ROWS, 2 * PAIR)
-    held, pairs = np.empty(TILE_ROWS * size, np.uint16), np.empty(ROWS * size, np.uint16)
-    weights = np.empty((share + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * ROWS, np.float32)
-    halves = np.empty(2 * groups * TILE_QUERIES * ROWS, np.uint16)
-    parts = np.empty(TILE_ROWS * CHANNELS if share else 0, np.float32)
-    shrinks = np.empty(groups * TILE_QUERIES, np.float32)
-    return shapes, held, weights, pairs, halves, parts, shrinks
 
 
 @njit
@@ -236,14 +258,14 @@ def _added(typing, acc, a, shrink, sums, first, second):
 
 
 @njit
-def add_rows(asked, keys, values, added, room, sums):
-    """As `cpu_softmax.add_rows`; asked: `tile_queries`, share, size and the factor of logits; added: what comes to
-    logits, whether anything does, and how many rows there are; room: see `room_for`."""
-    (tiled, share, size, scale), (keys, key_at), (values, value_at) = asked, keys, values
+def add_rows(asked, keys, values, added, sums):
+    """As `cpu_softmax.add_rows`; asked: the room (`prepare`), share, size and the factor of logits; added: what comes
+    to logits, whether anything does, and how many rows there are."""
+    (room, share, size, scale), (keys, key_at), (values, value_at) = asked, keys, values
     (more, biased, count), (peak, total, acc) = added, sums
     if count == 0:
         return
-    shapes, held, weights, pairs, halves, parts, shrinks = room
+    weights, parts, shrinks, tiled, held, pairs, halves, shapes = _views(room, share, size)
     groups = (share + TILE_QUERIES - 1) // TILE_QUERIES
     for first in range(0, count, ROWS):
         many = min(ROWS, count - first)
