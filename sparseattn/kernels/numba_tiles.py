@@ -66,7 +66,9 @@ def _bytes_at(context, builder, array, value, place):
 
 
 @intrinsic
-def _load_shapes(typing, shapes):
+def begin(typing, shapes):
+    """Let tiles have `shapes`, and be 0."""
+
     def code(context, builder, signature, arguments):
         _emit(builder, "ldtilecfg", _bytes_at(context, builder, shapes, arguments[0], ir.Constant(WIDE, 0)))
         return context.get_dummy_value()
@@ -80,12 +82,6 @@ def shaped(shapes, tile, rows, width):
     shapes[0] = 1
     shapes[48 + tile] = rows
     shapes[16 + 2 * tile] = width
-
-
-@njit
-def begin(shapes):
-    """Let tiles have `shapes`, and be 0."""
-    _load_shapes(shapes)
 
 
 @intrinsic
@@ -175,3 +171,36 @@ def halved(typing, weights, w, count, halves, high, low):
         return context.get_dummy_value()
 
     return types.void(weights, types.intp, types.intp, halves, types.intp, types.intp), code
+
+
+@njit
+def sums_zeroed():
+    """Fill the tiles 0 to 3, of sums, with 0."""
+    zeroed(0)
+    zeroed(1)
+    zeroed(2)
+    zeroed(3)
+
+
+@njit
+def sums_grown(halves, w, wide, values, at, step):
+    """Add to the tiles of sums the values of 64 channels weighted by `halves[w:]`, two rows a query that lie `wide`
+    apart: 16 channels of values lie at `values[at:]`, the next `step` behind. The tiles 4 to 6 are overwritten."""
+    loaded(4, halves, w, wide)
+    loaded(5, values, at, PAIR)
+    multiplied(0, 4, 5)
+    loaded(6, values, at + step, PAIR)
+    multiplied(1, 4, 6)
+    loaded(5, values, at + 2 * step, PAIR)
+    multiplied(2, 4, 5)
+    loaded(6, values, at + 3 * step, PAIR)
+    multiplied(3, 4, 6)
+
+
+@njit
+def sums_stored(out, apart, step):
+    """Put the tiles of sums into `out`, each `apart` from the next: a row is `step` numbers from the next."""
+    stored(0, out, 0, step)
+    stored(1, out, apart, step)
+    stored(2, out, 2 * apart, step)
+    stored(3, out, 3 * apart, step)

@@ -31,6 +31,9 @@ from sparseattn.kernels.numba_tiles import (
     released,
     shaped,
     stored,
+    sums_grown,
+    sums_stored,
+    sums_zeroed,
     tiles,
     zeroed,
 )
@@ -175,10 +178,7 @@ def _logits(asked, keys, count, held, sums, weights):
         if t + 4 * TILE_ROWS <= count and _adjacent(at, t, t + 4 * TILE_ROWS):
             step = at[t + 1] - at[t]
             for first in range(0, share, TILE_ROWS):
-                zeroed(0)
-                zeroed(1)
-                zeroed(2)
-                zeroed(3)
+                sums_zeroed()
                 for d in range(0, size, PAIR):
                     place = at[t] + d
                     loaded(4, tiled, first * size + d * TILE_ROWS, PAIR)
@@ -190,10 +190,7 @@ def _logits(asked, keys, count, held, sums, weights):
                     multiplied(2, 5, 4)
                     loaded(6, rows, place + 3 * TILE_ROWS * step, step)
                     multiplied(3, 6, 4)
-                stored(0, sums, 0, TILE_ROWS)
-                stored(1, sums, turned, TILE_ROWS)
-                stored(2, sums, 2 * turned, TILE_ROWS)
-                stored(3, sums, 3 * turned, TILE_ROWS)
+                sums_stored(sums, turned, TILE_ROWS)
                 for n in range(4):
                     _turned(sums, n * turned, weights, first * ROWS + t + n * TILE_ROWS, ROWS, scale)
             t += 4 * TILE_ROWS
@@ -288,25 +285,11 @@ def add_rows(asked, keys, values, added, sums):
         begin(shapes)
         for group in range(groups):
             for d in range(0, size, CHANNELS):
-                zeroed(0)
-                zeroed(1)
-                zeroed(2)
-                zeroed(3)
+                sums_zeroed()
                 for t in range(0, whole, PAIR):
-                    loaded(4, halves, group * TILE_ROWS * ROWS + t, ROWS)
                     at = t * size + d // TILE_ROWS * step
-                    loaded(5, pairs, at, PAIR)
-                    multiplied(0, 4, 5)
-                    loaded(6, pairs, at + step, PAIR)
-                    multiplied(1, 4, 6)
-                    loaded(5, pairs, at + 2 * step, PAIR)
-                    multiplied(2, 4, 5)
-                    loaded(6, pairs, at + 3 * step, PAIR)
-                    multiplied(3, 4, 6)
-                stored(0, parts, 0, CHANNELS)
-                stored(1, parts, TILE_ROWS, CHANNELS)
-                stored(2, parts, 2 * TILE_ROWS, CHANNELS)
-                stored(3, parts, 3 * TILE_ROWS, CHANNELS)
+                    sums_grown(halves, group * TILE_ROWS * ROWS + t, ROWS, pairs, at, step)
+                sums_stored(parts, TILE_ROWS, CHANNELS)
                 for k in range(min(TILE_QUERIES, share - group * TILE_QUERIES)):
                     g = group * TILE_QUERIES + k
                     _added(acc, g * size + d, shrinks[g], parts, k * CHANNELS, (TILE_QUERIES + k) * CHANNELS)

@@ -16,10 +16,10 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     _page_logits,
     _page_values,
 )
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import weigh
 from sparseattn.kernels.attend_vllm_blocks.cpu_tiles import tile_part
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import read
-from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import CHANNELS, tiles
 from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.topk.cpu import best
@@ -89,13 +89,7 @@ def page_part(packing, queries, blocks, form, pages_read, part, sums):
             row = places[i] % in_block * page
             key = at + (row * size if paired else row)
             _page_logits(paired, (cache, key, block, page), (scaled, size, served), (weights, i * page, wide))
-            for k in range(served):
-                for r in range(rows[i], page):
-                    weights[k * wide + i * page + r] = -np.inf
-        for k in range(served):
-            highest = peak_of(weights, k * wide, wide)
-            peak[first + k] = highest
-            total[first + k] = exponentials(weights, k * wide, wide, highest)
+        weigh(weights, served, rows, page, peak[first:], total[first:])
         for i in range(count):
             if i + 1 < count and first == 0:
                 at = places[i + 1] // in_block * block_step + base + block * size

@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import FAST, exp2
+from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_vectors import WORD, place_in
 
 
@@ -34,6 +35,21 @@ def _store(typing, array, place, number):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), code
+
+
+@njit  # not fastmath, under which `powers` may not be reordered
+def weigh(weights, served, rows, page, peaks, totals):
+    """Make weights of the logits of pages, `[served,count*page]` flat, of which `rows` `[count]` rows are there; write
+    each query's largest logit and sum."""
+    count = rows.shape[0]
+    wide = count * page
+    for i in range(count):
+        for k in range(served):
+            for r in range(rows[i], page):
+                weights[k * wide + i * page + r] = -np.inf
+    for k in range(served):
+        peaks[k] = peak_of(weights, k * wide, wide)
+        totals[k] = exponentials(weights, k * wide, wide, peaks[k])
 
 
 @njit(fastmath=set(FAST))

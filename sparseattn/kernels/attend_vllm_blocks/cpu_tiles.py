@@ -1,8 +1,8 @@
 """Attention over pages packed in pairs, by the matrix tiles for which vLLM packs them so, in compiled code.
 
 A tile of keys is 32 channels of 16 rows as they lie. One of values is 32 rows, or 16 where a page is no multiple of 32,
-of 16 channels.
-Weights are float32; each is multiplied as the sum of two bfloat16 numbers, within 2^-16 of it, in a row of its own.
+of 16 channels. Weights are float32; each is multiplied as the sum of two bfloat16 numbers, within 2^-16 of it, in a row
+of its own.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import SERVED, _page_values
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import weigh
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import fetch
-from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import (
     CHANNELS,
     PAIR,
@@ -28,6 +28,9 @@ from sparseattn.kernels.numba_tiles import (
     released,
     shaped,
     stored,
+    sums_grown,
+    sums_stored,
+    sums_zeroed,
     zeroed,
 )
 from sparseattn.kernels.numba_vectors import LANES
@@ -71,16 +74,7 @@ def _tile_values(cache, value, block, page, halves, w, wide):
     rows = PAIR if page % PAIR == 0 else TILE_ROWS
     step = block * LANES
     for row in range(0, page, rows):
-        loaded(4, halves, w + row, wide)
-        at = value + row * LANES
-        loaded(5, cache, at, PAIR)
-        multiplied(0, 4, 5)
-        loaded(6, cache, at + step, PAIR)
-        multiplied(1, 4, 6)
-        loaded(5, cache, at + 2 * step, PAIR)
-        multiplied(2, 4, 5)
-        loaded(6, cache, at + 3 * step, PAIR)
-        multiplied(3, 4, 6)
+        sums_grown(halves, w + row, wide, cache, value + row * LANES, step)
 
 
 @njit  # not fastmath, under which `powers` may not be reordered
@@ -110,14 +104,8 @@ def tile_part(queries, blocks, form, listed, sums):
             _tile_logits((cache, key, page), (query, q + first * size, size), (weights, i * page, wide))
         for i in range(served * wide):
             weights[i] *= scale
-        for i in range(count):
-            for k in range(served):
-                for r in range(rows[i], page):
-                    weights[k * wide + i * page + r] = -np.inf
+        weigh(weights, served, rows, page, peak[first:], total[first:])
         for k in range(served):
-            highest = peak_of(weights, k * wide, wide)
-            peak[first + k] = highest
-            total[first + k] = exponentials(weights, k * wide, wide, highest)
             halved(weights, k * wide, wide, halves, k * wide, (served + k) * wide)
         for tile in range(4):
             shaped(shapes, tile, 2 * served, 64)
@@ -136,14 +124,8 @@ def tile_part(queries, blocks, form, listed, sums):
                     at = places[i] // in_block * block_step + base + block * size
                     at += places[i] % in_block * page * LANES + d * block
                     _tile_values(cache, at, block, page, halves, i * page, wide)
-            stored(0, parts, 0, CHANNELS)
-            stored(1, parts, LANES, CHANNELS)
-            stored(2, parts, 2 * LANES, CHANNELS)
-            stored(3, parts, 3 * LANES, CHANNELS)
-            zeroed(0)
-            zeroed(1)
-            zeroed(2)
-            zeroed(3)
+            sums_stored(parts, LANES, CHANNELS)
+            sums_zeroed()
             for k in range(served):
                 for c in range(CHANNELS):
                     acc[(first + k) * size + d + c] = parts[k * CHANNELS + c] + parts[(served + k) * CHANNELS + c]
