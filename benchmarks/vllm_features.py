@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,20 @@ def _again(llm: Any, prompts: list[list[int]], feature: Feature) -> Tokens:
     return first + _generate(llm, prompts, feature)
 
 
+def _loaded(llm: Any, prompts: list[list[int]], feature: Feature) -> Tokens:
+    """Ask twice: the second time rows come from the disk."""
+    first, before = _generate(llm, prompts, feature), _hits(llm)
+    second = _generate(llm, prompts, feature)
+    if _hits(llm) - before < min(map(len, prompts)):
+        raise RuntimeError("the connector loaded nothing, so that nothing was tried")
+    return first + second
+
+
+def _hits(llm: Any) -> int:
+    """Return the tokens whose rows a connector had."""
+    return sum(int(one.value) for one in llm.get_metrics() if one.name == "vllm:external_prefix_cache_hits")
+
+
 def _beams(llm: Any, prompts: list[list[int]], feature: Feature) -> Tokens:
     from vllm.sampling_params import BeamSearchParams
 
@@ -145,13 +160,19 @@ def _write_adapter(folder: Path, config: Any) -> None:
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFT = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 2}
-CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+ROWS = Path(tempfile.gettempdir()) / f"sparseattn-rows-{os.getpid()}"  # of the process that serves
+CONNECTOR = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": str(ROWS)},
+}
 DEALT = {"decode_context_parallel_size": 2}
 EVEN = "gemma3-270m"  # whose heads two processes can share: SmolLM2 has nine
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 FEATURES = (
     Feature("chunked prefill", {"max_num_batched_tokens": 256}),
     Feature("prefix caching", {"enable_prefix_caching": True}, ask=_again),
+    Feature("KV connectors", {"kv_transfer_config": CONNECTOR, "disable_log_stats": False}, ask=_loaded),
     Feature("several samples (`n`)", sampling={"n": 3, "temperature": 1.0}, seed=5),
     Feature("beam search", {"enable_prefix_caching": True}, ask=_beams, dense=True),
     Feature("structured output (JSON schema)", ask=_structured),
@@ -164,7 +185,6 @@ FEATURES = (
     Feature("sliding windows (Gemma 3)", model="gemma3-270m"),
     Feature("pipeline parallel 2", {"pipeline_parallel_size": 2}, apart=True, environment=TWO),
     Feature("FP8 cache", {"kv_cache_dtype": "fp8_e5m2"}),
-    Feature("KV connectors", {"kv_transfer_config": CONNECTOR}),
     Feature("KV offloading", {"kv_offloading_size": 1}),
     Feature("decode context parallel 2", {**DEALT, "tensor_parallel_size": 2}, model=EVEN, apart=True, environment=TWO),
 )
@@ -178,7 +198,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the record", required="--child" not in sys.argv)
     options = parser.parse_args()
     if options.child is not None:
-        print("\n" + json.dumps(_tried(FEATURES[options.child], json.loads(options.budget))))
+        try:
+            print("\n" + json.dumps(_tried(FEATURES[options.child], json.loads(options.budget))))
+        finally:
+            shutil.rmtree(ROWS, ignore_errors=True)
         return
     tried = []
     for number, feature in enumerate(FEATURES):

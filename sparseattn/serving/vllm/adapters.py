@@ -127,13 +127,18 @@ def runner_around(builder: Any) -> Any:
     return None
 
 
+def request_names(runner: Any, count: int) -> list[str] | None:
+    """Return the names of a step's `count` requests; None: it is no step of theirs, such as one of random tokens."""
+    names: list[str] = runner.input_batch.req_ids
+    return names[:count] if len(names) >= count else None
+
+
 def extra_args(runner: Any, count: int) -> list[dict[str, Any] | None] | None:
-    """Return what each of a step's `count` requests was given as `extra_args` (`vllm_xargs`); None: it is no step of
-    theirs, such as one of random tokens."""
-    names = runner.input_batch.req_ids
-    if len(names) < count:
+    """Return what each of a step's `count` requests was given as `extra_args` (`vllm_xargs`); None: see
+    `request_names`."""
+    if (names := request_names(runner, count)) is None:
         return None
-    sampling = (runner.requests[name].sampling_params for name in names[:count])
+    sampling = (runner.requests[name].sampling_params for name in names)
     return [None if params is None else params.extra_args for params in sampling]
 
 

@@ -111,6 +111,7 @@ class Steps:
         """Return a builder and layers that serve by settings; None: as stock."""
         builder = copy.copy(self.builder)
         builder.settings, builder.made, builder.runner = settings, np.zeros(0, np.bool_), None
+        builder.loaded = None
         impls: list[Any] = []
         for name in self.names:
             impl = copy.copy(self.builder.impls[name])

@@ -43,6 +43,7 @@ from sparseattn.serving.vllm.adapters import (
 from sparseattn.serving.vllm.block_packing import packing_of
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
+from sparseattn.serving.vllm.loaded_rows import LoadedRows
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
 from sparseattn.serving.vllm.page_tables import PageZones, near_page
 from sparseattn.serving.vllm.per_request import RequestChoices, request_choices
@@ -101,6 +102,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self.impls: dict[str, SparseCPUImpl] = {}
         self.sparse: list[SparseCPUImpl] = []
         self.runner: Callable[[], Any] | None = lambda: None  # which runs the engine's steps; None: nobody does
+        self.loaded: LoadedRows | None = None  # None: nothing but the engine writes rows
         if (settings := settings_of(self.vllm_config)) is None:
             return
         self.layers = adapters.layers_of(self.vllm_config, self.layer_names)
@@ -163,6 +165,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim)
         zone_page = near_page(page, unit, self.packing)
         self.zones = PageZones(zone_page, unit, self.block, settings.sink, settings.window)
+        self.loaded = None if self.vllm_config.kv_transfer_config is None else LoadedRows(unit, self.block)
         for impl in self.sparse:
             impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
             impl.near = zone_page
@@ -195,6 +198,8 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             metadata for metadata in (*given, *named.values()) if isinstance(metadata, CommonAttentionMetadata)
         )
         self.written(stock)
+        if self.loaded is not None:
+            self._undo_loaded(stock, self.loaded)
         due, served = None, None
         if stock.max_seq_len > self.settings.above:
             due, served = self._due(stock), self._served(stock, common)
@@ -211,6 +216,18 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         """Take note of the entries of which a step writes a row: what the index holds of them is no longer so."""
         slots = stock.slot_mapping[: stock.num_actual_tokens].numpy()
         places = slots[slots >= 0] // self.zones.unit
+        if len(places):
+            self._know(int(places.max()))
+            self.made[places] = False
+
+    def _undo_loaded(self, stock: CPUAttentionMetadata, loaded: LoadedRows) -> None:
+        """Take note of the entries of rows that a connector loaded, see `written`."""
+        starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
+        if (runner := self._running()) is None:
+            raise RuntimeError("an engine with a KV connector runs a step for requests that sparseattn cannot name")
+        if (names := adapters.request_names(runner, len(rows))) is None:
+            return  # a step of random rows
+        places = loaded.places(names, starts[1:] - starts[:-1], rows, stock.block_table.numpy())
         if len(places):
             self._know(int(places.max()))
             self.made[places] = False
@@ -273,17 +290,23 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
 
     def _request_choices(self, count: int) -> RequestChoices | None:
         """Return what the requests of a step ask; None: nothing."""
-        if self.runner is None or self.settings is None:
+        if self.settings is None or (runner := self._running()) is None:
             return None
-        if (runner := self.runner()) is None:
-            if (runner := adapters.runner_around(self)) is None:
-                self.runner = None  # not called by an engine
-                return None
-            self.runner = weakref.ref(runner)
         arguments = adapters.extra_args(runner, count)
         return (
             None if arguments is None else request_choices(arguments, self.settings.shape[0], self.settings.per_request)
         )
+
+    def _running(self) -> Any:
+        """Return the engine's object that runs its steps; None: no engine calls."""
+        if self.runner is None:
+            return None
+        if (runner := self.runner()) is None:
+            if (runner := adapters.runner_around(self)) is None:
+                self.runner = None
+                return None
+            self.runner = weakref.ref(runner)
+        return runner
 
     def _tell(self, tickets: Any, served: ServedRequests) -> None:
         """Count a step for those who asked with a ticket."""

@@ -38,11 +38,16 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
 def _check_engine(vllm_config: Any, settings: Settings) -> None:
     """ValueError for an engine that cannot be served."""
-    cache = vllm_config.cache_config
-    if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
+    cache, device = vllm_config.cache_config, vllm_config.device_config.device_type
+    if getattr(cache, "kv_offloading_size", None):
         raise ValueError(
-            "sparseattn keeps an index of every block, and KV connectors and offloading write blocks behind its back: "
-            "start vLLM without --kv-transfer-config and --kv-offloading-size"
+            f"vLLM offloads the cache of GPUs alone, and on CUDA sparseattn's index does not notice what comes back "
+            f"(this engine runs on {device}): start vLLM without --kv-offloading-size"
+        )
+    if vllm_config.kv_transfer_config is not None and device != "cpu":
+        raise ValueError(
+            f"on CPUs sparseattn's index notices rows that a KV connector loads, and on {device} it does not: start "
+            f"vLLM without --kv-transfer-config"
         )
     draft = vllm_config.speculative_config
     if draft is not None and draft.method not in DRAFTS:
@@ -56,7 +61,7 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
             f"packing: start vLLM with kv_cache_dtype auto, got kv_cache_dtype {cache.cache_dtype}"
         )
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 and vllm_config.device_config.device_type == "cpu":
+    if parallel.pipeline_parallel_size > 1 and device == "cpu":
         raise ValueError(
             f"pipeline parallelism ends vLLM's own CPU engine at its first step, with sparseattn and without: start it "
             f"without --pipeline-parallel-size, got {parallel.pipeline_parallel_size}"
@@ -67,7 +72,7 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
-    if settings.shape[0] == 1 and vllm_config.device_config.device_type != "cpu":
+    if settings.shape[0] == 1 and device != "cpu":
         raise ValueError(
             f"single rows are read on CPUs alone, and {settings.called!r} chooses them: on CUDA serve pages, such as "
             f"quest:page=16"

@@ -68,6 +68,7 @@ class TestedLayer:
         self.rows, self.layer = rows, builder.layers[name]
         self.builder, self.impl = copy.copy(builder), copy.copy(builder.impls[name])
         self.builder.settings, self.builder.runner = None if pages is None else rows.settings, None
+        self.builder.loaded = None
         self.builder.zones, self.builder.made = rows.zones, np.zeros(0, np.bool_)
         self.impl.sparse, self.impl.looked = pages is not None, True
         self.impl.counter, self.impl.group = Counts(), [self.impl]
