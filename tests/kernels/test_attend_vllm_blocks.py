@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -26,14 +27,17 @@ H, G = 2, 3
 def packed(keys: Tensor, values: Tensor, packing: str) -> BlockCache:
     """A cache `[blocks,H,block,2*D]` of plain rows `[blocks,H,block,D]`, written number by number."""
     count, heads, block, size = keys.shape
-    cache = torch.full((count, heads, 2, block * size), torch.nan, dtype=keys.dtype)
+    cache = torch.full((count, heads, 2, block * size), torch.nan).to(keys.dtype)
     row, channel = (x.flatten() for x in torch.meshgrid(torch.arange(block), torch.arange(size), indexing="ij"))
     if packing == "columns":
         key, value = channel * block + row, row * size + channel
     else:
         key = (row // 16) * 16 * size + (channel // 2) * 32 + (row % 16) * 2 + channel % 2
         value = (channel // 16) * block * 16 + (row // 2) * 32 + (channel % 16) * 2 + row % 2
-    cache[:, :, 0, key], cache[:, :, 1, value] = keys.flatten(2), values.flatten(2)
+    whole, parts = cache, (keys, values)
+    if keys.itemsize == 1:  # torch puts no 8-bit floats at places
+        whole, parts = cache.view(torch.uint8), (keys.view(torch.uint8), values.view(torch.uint8))
+    whole[:, :, 0, key], whole[:, :, 1, value] = (part.flatten(2) for part in parts)
     return BlockCache(cache.view(count, heads, block, 2 * size), packing)
 
 
@@ -156,6 +160,54 @@ def test_attention_over_single_rows_is_attention_over_them(
             expected = torch.softmax(asked @ flat[0][q // G, rows].mT * 0.1, -1) @ flat[1][q // G, rows]
             for out in outs:
                 torch.testing.assert_close(out[r, q], expected, rtol=tolerance, atol=tolerance)
+
+
+EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("dtype", EIGHTHS, ids=str)
+def test_rows_of_8_bit_floats_are_attended_to_as_the_numbers_that_they_stand_for(
+    dtype: torch.dtype, packing: str
+) -> None:
+    """By pages, single rows and bounds, with scales."""
+    page, block = 32, 64
+    made = case(torch.bfloat16, 64, block, page, page)
+    eighths = [made.pop(name).to(dtype) for name in ("keys", "values")]
+    cache = replace(packed(*eighths, packing), dtype=torch.bfloat16, key_scale=1.5, value_scale=0.25)
+    for read, plain, scale in ((cache.keys, eighths[0], 1.5), (cache.values, eighths[1], 0.25)):
+        rows = plain.float().mul(scale).bfloat16().unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
+        torch.testing.assert_close(read(torch.arange(48), page), rows, rtol=0, atol=0, equal_nan=True)
+    low = torch.randn(48, H, 64).bfloat16()
+    layer = BoundedPages(cache, VotedBounds(PageBounds(low, low + 1), "max", 8.0))
+    pages = StepPages(page, page, *(made[name] for name in ("table", "always", "tails", "tokens")))
+    ids = torch.stack([torch.randperm(5 * page)[:50] for _ in range(2 * H)]).view(2, H, 50).int()
+    for attended in (
+        lambda out, impl: attend_blocks(made["query"], out, cache, pages, made["scores"], 3, 0.1, impl=impl),
+        lambda out, impl: attend_bounded(made["query"], out, layer, pages, 3, 0.1, impl=impl),
+        lambda out, impl: attend_rows(made["query"], out, cache, pages, ids, 0.1, impl=impl),
+    ):
+        outs = [torch.zeros_like(made["query"]) for _ in range(2)]
+        for out, impl in zip(outs, ("torch", "numba"), strict=True):
+            attended(out, impl)
+        assert outs[0].any()
+        torch.testing.assert_close(*outs, rtol=1.6e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("dtype", EIGHTHS, ids=str)
+def test_every_8_bit_float_is_read_as_it_is(dtype: torch.dtype, packing: str) -> None:
+    """A sequence of one row, whose value is the output; subnormal numbers are none the less."""
+    every = torch.arange(256).to(torch.uint8).view(dtype).float()
+    row = every.nan_to_num(0, 0, 0).to(dtype).expand(1, 1, 32, 256)
+    cache = replace(packed(row, row, packing), dtype=torch.float32)
+    one, none = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 0, dtype=torch.int32)
+    pages = StepPages(32, 32, none, one, torch.tensor([1], dtype=torch.int32), torch.tensor([0]))
+    query = torch.zeros(1, 1, 256)
+    for impl in ("torch", "numba"):
+        out = torch.full_like(query, 7.0)
+        attend_blocks(query, out, cache, pages, torch.zeros(1, 1, 0), 0, 1.0, impl=impl)
+        torch.testing.assert_close(out[0, 0], row[0, 0, 0].float(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -288,6 +340,18 @@ def test_bounds_are_the_least_and_largest_keys_of_pages(
         assert bound[places[0], 1, 5].isnan()
     with pytest.raises(ValueError, match="a page is a multiple of 16 rows that divides a block of"):
         write_bounds(packed(keys, keys, packing), PageBounds(low, high), places, 8, impl)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("dtype", EIGHTHS, ids=str)
+def test_bounds_of_8_bit_floats_are_those_of_the_numbers_that_they_stand_for(dtype: torch.dtype, packing: str) -> None:
+    keys = torch.randn(4, H, 64, 80).to(dtype)
+    cache = replace(packed(keys, keys, packing), dtype=torch.bfloat16, key_scale=1.3)
+    low, high = torch.zeros(2, 8, H, 80, dtype=torch.bfloat16)
+    write_bounds(cache, PageBounds(low, high), torch.arange(8), 32, "numba")
+    rows = cache.keys(torch.arange(8), 32)
+    assert torch.equal(low, rows.amin(2))
+    assert torch.equal(high, rows.amax(2))
 
 
 class Tight(Quest):

@@ -54,7 +54,6 @@ EAGLE = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}
         ({"selector": "lowbit:page=16"}, {"block_size": 32}, "blocks of 32; start vLLM with a --block-size"),
         ({"selector": "quest:page=256", "budget": 256}, {}, "entries of 256 rows and this engine blocks of 128"),
         ({"dense_layers": 4}, {}, "no layer of this model would be sparse with dense_layers 4"),
-        ({}, {"kv_cache_dtype": "fp8"}, "got kv_cache_dtype fp8"),
         ({}, {"kv_cache_dtype": "int8_per_token_head"}, "got kv_cache_dtype int8_per_token_head"),
         ({}, {"kv_offloading_size": 1.0}, "vLLM offloads the cache of GPUs alone"),
         ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),

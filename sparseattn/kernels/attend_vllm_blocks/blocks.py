@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparseattn.kernels.page_bounds.bounds import VotedBounds
@@ -20,12 +21,17 @@ class BlockCache:
     """Keys and values of a layer in blocks, packed for the instructions of vLLM's own kernel.
 
     Args:
-        packed: `[blocks,H,block,2*D]`.
+        packed: `[blocks,H,block,2*D]`, floats of any size, those of 8 bits (e4m3, e5m2) among them.
         packing: one of `PACKINGS`.
+        dtype: of the rows that are read; None: that of `packed`.
+        key_scale, value_scale: what the packed numbers are to be multiplied by.
     """
 
     packed: Tensor
     packing: str
+    dtype: torch.dtype | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     @property
     def block(self) -> int:
@@ -46,22 +52,33 @@ class BlockCache:
         """
         block, part = places // (self.block // rows), places % (self.block // rows)
         if self.packing == "columns":
-            return self._half(0).unflatten(2, (self.size, -1, rows))[block, :, :, part].transpose(2, 3)
-        tiles = self._half(0).unflatten(2, (-1, rows // 16, self.size // 2, 16, 2))[block, :, part]
-        return tiles.transpose(3, 4).flatten(4).flatten(2, 3)  # of [n,H,rows/16,D/2,16,2]
+            rows_read = self._half(0).unflatten(2, (self.size, -1, rows))[block, :, :, part].transpose(2, 3)
+        else:
+            tiles = self._half(0).unflatten(2, (-1, rows // 16, self.size // 2, 16, 2))[block, :, part]
+            rows_read = tiles.transpose(3, 4).flatten(4).flatten(2, 3)  # of [n,H,rows/16,D/2,16,2]
+        return self._numbers(rows_read, self.key_scale)
 
     def values(self, places: Tensor, rows: int) -> Tensor:
         """Return the values `[n,H,rows,D]` of stretches of rows, see `keys`."""
         block, part = places // (self.block // rows), places % (self.block // rows)
         if self.packing == "columns":
-            return self._half(1).unflatten(2, (-1, rows, self.size))[block, :, part]
-        tiles = self._half(1).unflatten(2, (self.size // 16, -1, rows // 2, 16, 2))[block, :, :, part]
-        return tiles.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(2, 3)  # of [n,H,D/16,rows/2,16,2]
+            rows_read = self._half(1).unflatten(2, (-1, rows, self.size))[block, :, part]
+        else:
+            tiles = self._half(1).unflatten(2, (self.size // 16, -1, rows // 2, 16, 2))[block, :, :, part]
+            rows_read = tiles.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(2, 3)  # of [n,H,D/16,rows/2,16,2]
+        return self._numbers(rows_read, self.value_scale)
 
     def _half(self, values: int) -> Tensor:
-        """Return the flat packed keys (0) or values (1), `[blocks,H,block*D]`."""
+        """Return the flat packed keys (0) or values (1), `[blocks,H,block*D]`; floats of 8 bits as their bits."""
         blocks, heads, block, double = self.packed.shape
-        return self.packed.view(blocks, heads, 2, block * double // 2)[:, :, values]
+        packed = self.packed.view(torch.uint8) if self.packed.itemsize == 1 else self.packed
+        return packed.view(blocks, heads, 2, block * double // 2)[:, :, values]
+
+    def _numbers(self, rows: Tensor, scale: float) -> Tensor:
+        """Return rows of `_half` as numbers of `dtype`."""
+        if self.packed.itemsize == 1:
+            rows = rows.contiguous().view(self.packed.dtype).float().mul_(scale)
+        return rows if self.dtype is None else rows.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
 from sparseattn.kernels.attend_vllm_blocks.cpu_bounded import attend_bounded as attend_bounded
 from sparseattn.kernels.attend_vllm_blocks.cpu_bounds import write_bounds as write_bounds
+from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, flat
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_rows import attend_rows as attend_rows
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
@@ -35,12 +36,9 @@ def _attend(queries, blocks, form, packing, tables, scores, limits, ids, sums, o
     factor of logits; blocks: flat, with the steps of block and head, and how many KV heads there are; form: see
     `page_part`; tables: always `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`,
     pages chosen of each token's lists; ids `[R*Hs,S]`, to be filled; sums: acc `[R*Hs,splits,share*D]`, peak and total
-    `[..,share]`; outs: flat, with the step from token to token."""
-    (query, query_step, share, size, scale), (cache, block_step, head_step, heads), (out, out_step) = (
-        queries,
-        blocks,
-        outs,
-    )
+    `[..,share]`; outs: flat, with the step from token to token and the factor of values."""
+    (query, query_step, share, size, scale), (cache, block_step, head_step, heads) = queries, blocks
+    out, out_step, factor = outs
     (always, tails, table, tokens), (acc, peak, total) = tables, sums
     lists, splits = total.shape[:2]
     chosen = lists // tokens.shape[0]
@@ -62,7 +60,8 @@ def _attend(queries, blocks, form, packing, tables, scores, limits, ids, sums, o
     for which in range(lists):
         r, s = which // chosen, which % chosen
         for k in range(share):
-            join(acc[which], peak[which], total[which], k, size, out, tokens[r] * out_step + (s * share + k) * size)
+            to = tokens[r] * out_step + (s * share + k) * size
+            join(acc[which], peak[which], total[which], k, size, factor, out, to)
 
 
 def attend(
@@ -71,7 +70,7 @@ def attend(
     """As `dispatch.attend_blocks`."""
     served, chosen, listed = scores.shape
     heads, size, page, packed = cache.packed.shape[1], cache.size, pages.page, cache.packed
-    share, always = query.shape[1] // chosen, pages.always
+    share, always, (of_keys, of_values) = query.shape[1] // chosen, pages.always, factors(cache)
     limits = np.minimum(np.broadcast_to(np.asarray(count, np.int64), served), listed).copy()
     lists, count = served * chosen, int(limits.max(initial=0))
     rows = (count + always.shape[1]) * page
@@ -82,10 +81,10 @@ def attend(
         peak_total: Any = np.empty((2, lists, splits, share), np.float32)
         ids: Any = np.empty((lists, count), np.int32)
         _attend(
-            (storage_of(query), query.stride(0), share, size, np.float32(scale) * LOG2E),
-            (storage_of(packed), packed.stride(0), packed.stride(1), heads),
+            (storage_of(query), query.stride(0), share, size, np.float32(scale) * LOG2E * of_keys),
+            (flat(packed), packed.stride(0), packed.stride(1), heads),
             (cache.block, page, pages.unit // page), packed_as(cache),
             (always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
             scores.numpy().reshape(lists, listed), limits, ids, (acc, peak_total[0], peak_total[1]),
-            (storage_of(out), out.stride(0)),
+            (storage_of(out), out.stride(0), of_values),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BoundedPages, StepPages
+from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, kind_of
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
 from sparseattn.kernels.numba_cache import njit
@@ -115,20 +116,22 @@ def _attended(packing, queries, blocks, heads, per, names, ids, unit, sums):
 
 
 @njit
-def _joined(sums, tokens, chosen, size, out, out_step):
+def _joined(sums, tokens, chosen, size, out, out_step, factor):
     """Join the parts of all lists, `chosen` of each token, in `out`."""
     acc, peak, total = sums
     lists, share = total.shape[0], total.shape[2]
     for which in range(lists):
         r, s = which // chosen, which % chosen
         for k in range(share):
-            join(acc[which], peak[which], total[which], k, size, out, tokens[r] * out_step + (s * share + k) * size)
+            to = tokens[r] * out_step + (s * share + k) * size
+            join(acc[which], peak[which], total[which], k, size, factor, out, to)
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend_bounded(kind, query_at, query_step, out_at, out_step, layer, scale, root, splits, form):
-    """Attend to pages chosen by bounds; kind: what queries, rows and bounds are; ..._at, ..._step: where tokens lie;
-    layer: `Place.numbers`; scale: of logits; root: what bounds are divided by; splits: of a list; form: see `Form`."""
+def _attend_bounded(kind, packed, query_at, query_step, out_at, out_step, layer, scale, factor, root, splits, form):
+    """Attend to pages chosen by bounds; kind: what queries and bounds are; packed: what rows are; ..._at, ..._step:
+    where tokens lie; layer: `Place.numbers`; scale, factor: of logits and values; root: what bounds are divided by;
+    splits: of a list; form: see `Form`."""
     served, heads, group, size, block, page = form[0], form[1], form[2], form[3], form[4], form[5]
     listed, nearby, most, packing, each, summed = form[6], form[7], form[8], form[9], form[10] != 0, form[11] != 0
     # One by one, since numba's analysis of parallel code takes a line of several arrays for one (0.68).
@@ -139,7 +142,7 @@ def _attend_bounded(kind, query_at, query_step, out_at, out_step, layer, scale, 
     tokens = array_at(np.int64, form[16], served)
     query = array_at(kind, query_at, MANY)
     out = array_at(kind, out_at, MANY)
-    cache = array_at(kind, layer[0], MANY)
+    cache = array_at(packed, layer[0], MANY)
     low = array_at(kind, layer[1], MANY)
     high = array_at(kind, layer[2], MANY)
     block_step, head_step = layer[3], layer[4]
@@ -171,7 +174,7 @@ def _attend_bounded(kind, query_at, query_step, out_at, out_step, layer, scale, 
     names = always, tails, table, tokens
     for unit in prange(lists * splits):
         _attended(packing, queries, blocks, heads, per, names, ids, unit, sums)
-    _joined(sums, tokens, heads * per, size, out, out_step)
+    _joined(sums, tokens, heads * per, size, out, out_step, factor)
 
 
 class Place:
@@ -180,7 +183,8 @@ class Place:
     Attributes:
         numbers: addresses of rows, minima and maxima, then the steps of block and head, and of head and page in both
             bounds, int64.
-        kind: see `array_at`.
+        kind, packed: of queries and bounds, and of rows, see `array_at`.
+        scale, factor: of logits and values.
         group: query heads of a KV head.
         key: what else a form depends on, beside the step and the budget.
     """
@@ -191,13 +195,16 @@ class Place:
         heads, size, block = packed.shape[1], layer.cache.size, layer.cache.block
         self.group, self.key = queries // heads, (queries, heads, size, block, layer.cache.packing, voted.group)
         low, high = voted.bounds.minimum, voted.bounds.maximum
-        if not packed.dtype == low.dtype == high.dtype:
-            raise ValueError(f"bounds are of the rows' dtype {packed.dtype}, got {low.dtype} and {high.dtype}")
+        dtype = packed.dtype if layer.cache.dtype is None else layer.cache.dtype
+        if not dtype == low.dtype == high.dtype:
+            raise ValueError(f"bounds are of the rows' dtype {dtype}, got {low.dtype} and {high.dtype}")
         if low.stride(2) != 1 or high.stride(2) != 1:
             raise ValueError("the numbers of a bound are adjacent")
         steps = [part.stride(dim) for part, dims in ((packed, (0, 1)), (low, (1, 0)), (high, (1, 0))) for dim in dims]
         self.numbers = np.array([packed.data_ptr(), low.data_ptr(), high.data_ptr(), *steps], np.int64)
-        self.kind, self.scale, self.root = KINDS[packed.dtype], np.float32(scale) * LOG2E, np.float32(voted.temperature)
+        of_keys, of_values = factors(layer.cache)
+        self.kind, self.packed, self.root = KINDS[dtype], kind_of(packed), np.float32(voted.temperature)
+        self.scale, self.factor = np.float32(scale) * LOG2E * of_keys, of_values
 
 
 def attend_bounded(query: Tensor, out: Tensor, layer: BoundedPages, pages: StepPages, count: Any, scale: float) -> None:
@@ -211,6 +218,6 @@ def attend_bounded(query: Tensor, out: Tensor, layer: BoundedPages, pages: StepP
         threads = use_threads(max(form.work, form.scoring), STEP)
         splits = max(1, min(-(-PARTS * threads // form.lists), form.rows // PART_ROWS))
         _attend_bounded(
-            place.kind, query.data_ptr(), query.stride(0), out.data_ptr(), out.stride(0), place.numbers, place.scale,
-            place.root, splits, form.numbers,
+            place.kind, place.packed, query.data_ptr(), query.stride(0), out.data_ptr(), out.stride(0), place.numbers,
+            place.scale, place.factor, place.root, splits, form.numbers,
         )  # fmt: skip

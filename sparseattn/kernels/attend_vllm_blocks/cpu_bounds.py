@@ -16,7 +16,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
-from sparseattn.kernels.attend_vllm_blocks.cpu_products import _halves, _widened
+from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, kind_of
+from sparseattn.kernels.attend_vllm_blocks.cpu_products import PAIRED, _halves, _widened
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import KINDS, array_at, put_float
@@ -33,14 +34,14 @@ def _extremes(typing, pairs, cache, at, step, tiles):
     `cache[at:]` and another `step` on; in pairs also those of the next channel. NaN is both."""
     if not isinstance(pairs, types.BooleanLiteral):
         return None
-    paired = pairs.literal_value and cache.dtype == types.uint16
+    paired = pairs.literal_value and cache.dtype in PAIRED
 
     def code(context, builder, signature, arguments):
         _, cache_, at_, step_, tiles_ = arguments
 
         def channels(tile):
             to = place_in(context, builder, cache, cache_, builder.add(at_, builder.mul(step_, tile)))
-            return _halves(builder, to) if paired else (_widened(builder, to, cache.dtype),)
+            return _halves(builder, to, cache.dtype) if paired else (_widened(builder, to, cache.dtype),)
 
         found = [
             (name, cgutils.alloca_once_value(builder, part))
@@ -59,31 +60,32 @@ def _extremes(typing, pairs, cache, at, step, tiles):
 
 
 @njit
-def _entry(paired, cache, key, form, low, to, high, other):
-    """Write the bounds of a page's keys, which begin at `cache[key:]`, to `low[to:]` and `high[other:]`; form: rows of
-    a block and of a page, and D."""
+def _entry(paired, cache, key, form, factor, low, to, high, other):
+    """Write the bounds of a page's keys, which begin at `cache[key:]`, times a factor to `low[to:]` and `high[other:]`;
+    form: rows of a block and of a page, and D."""
     block, page, size = form
     if paired:
         for d in range(0, size, 2):
             least, most, next_least, next_most = _extremes(True, cache, key + d * LANES, LANES * size, page // LANES)
-            put_float(low, to + d, least)
-            put_float(high, other + d, most)
-            put_float(low, to + d + 1, next_least)
-            put_float(high, other + d + 1, next_most)
+            put_float(low, to + d, factor * least)
+            put_float(high, other + d, factor * most)
+            put_float(low, to + d + 1, factor * next_least)
+            put_float(high, other + d + 1, factor * next_most)
     else:
         for d in range(size):
             least, most, _, _ = _extremes(False, cache, key + d * block, LANES, page // LANES)
-            put_float(low, to + d, least)
-            put_float(high, other + d, most)
+            put_float(low, to + d, factor * least)
+            put_float(high, other + d, factor * most)
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _write_bounds(kind, paired, layer, form, places):
-    """layer: where rows, minima and maxima lie, the steps of block and head of rows, and of head and place of both
-    bounds; form: KV heads, and what `_entry` takes; places: `[n]`."""
+def _write_bounds(kind, packed, paired, layer, form, factor, places):
+    """kind: what bounds are; packed: what rows are; layer: where rows, minima and maxima lie, the steps of block and
+    head of rows, and of head and place of both bounds; form: KV heads, and what `_entry` takes; factor: of rows;
+    places: `[n]`."""
     heads, block, page, size = form
     in_block = block // page
-    cache = array_at(kind, layer[0], MANY)
+    cache = array_at(packed, layer[0], MANY)
     low = array_at(kind, layer[1], MANY)
     high = array_at(kind, layer[2], MANY)
     for unit in prange(places.shape[0] * heads):
@@ -91,7 +93,7 @@ def _write_bounds(kind, paired, layer, form, places):
         row = place % in_block * page
         key = place // in_block * layer[3] + h * layer[4] + (row * size if paired else row)
         to, other = h * layer[5] + place * layer[6], h * layer[7] + place * layer[8]
-        _entry(paired, cache, key, (block, page, size), low, to, high, other)
+        _entry(paired, cache, key, (block, page, size), factor, low, to, high, other)
 
 
 def write_bounds(cache: BlockCache, bounds: PageBounds, places: Tensor, page: int) -> None:
@@ -102,5 +104,5 @@ def write_bounds(cache: BlockCache, bounds: PageBounds, places: Tensor, page: in
     layer = np.array([packed.data_ptr(), low.data_ptr(), high.data_ptr(), *steps], np.int64)
     with ONE_AT_A_TIME:
         use_threads(places.numel() * heads * page * size, STEP)
-        form = heads, cache.block, page, size
-        _write_bounds(KINDS[packed.dtype], cache.packing == "pairs", layer, form, places.numpy())
+        kinds, form = (KINDS[low.dtype], kind_of(packed)), (heads, cache.block, page, size)
+        _write_bounds(*kinds, cache.packing == "pairs", layer, form, factors(cache)[0], places.numpy())

@@ -4,8 +4,8 @@ vLLM's CPU backend packs a block of keys and values for the instructions of its 
 16 rows or 16 channels to a register:
 
 - "columns": keys `[D,rows]`, values `[rows,D]`, for vector instructions of any machine and dtype;
-- "pairs": bfloat16 for matrix tiles (AMX), two numbers in a word of 32 bits. Keys `[rows/16,D/2,16,2]`, two channels of
-  16 rows; values `[D/16,rows/2,16,2]`, two rows of 16 channels.
+- "pairs": bfloat16 for matrix tiles (AMX), two numbers in a word of 32 bits, or 8-bit floats in one of 16. Keys
+  `[rows/16,D/2,16,2]`, two channels of 16 rows; values `[D/16,rows/2,16,2]`, two rows of 16 channels.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
@@ -18,10 +18,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import HALVES, SHORTS, widened_bytes
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import LINE, prefetch
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, every, place_in, splat, times_plus
 
+EIGHTHS = (types.uint8, types.int8)  # see `cpu_eighths`
+PAIRED = (types.uint16, *EIGHTHS)  # what pairs are of
 SERVED = 4  # query heads whose sums for two registers of rows or channels stay in registers
 
 
@@ -29,15 +32,21 @@ def _widened(builder, pointer, number):
     """16 numbers of a dtype from a pointer to the first, as floats."""
     if number == types.float32:
         return builder.load(builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
-    short = ir.VectorType(ir.IntType(16), LANES)
-    loaded = builder.load(builder.bitcast(pointer, short.as_pointer()), align=2)
+    if number in EIGHTHS:
+        loaded = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(8), LANES).as_pointer()), align=1)
+        return widened_bytes(builder, builder.zext(loaded, SHORTS), number)
+    loaded = builder.load(builder.bitcast(pointer, SHORTS.as_pointer()), align=2)
     if number == types.uint16:  # the bits of bfloat16
         return builder.bitcast(builder.shl(builder.zext(loaded, WORDS), every(WORDS, 16)), FLOATS)
-    return builder.fpext(builder.bitcast(loaded, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+    return builder.fpext(builder.bitcast(loaded, HALVES), FLOATS)
 
 
-def _halves(builder, pointer):
-    """Return the first and the second numbers of 16 pairs of bfloat16, as floats."""
+def _halves(builder, pointer, number):
+    """Return the first and the second numbers of 16 pairs of bfloat16 or of 8-bit floats, as floats."""
+    if number in EIGHTHS:
+        loaded = builder.load(builder.bitcast(pointer, SHORTS.as_pointer()), align=1)
+        second = builder.lshr(loaded, every(SHORTS, 8))
+        return widened_bytes(builder, loaded, number), widened_bytes(builder, second, number)
     loaded = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=2)
     first = builder.shl(loaded, every(WORDS, 16))
     second = builder.and_(loaded, every(WORDS, 0xFFFF0000))
@@ -58,7 +67,7 @@ def _logits(typing, pairs, tiles, served, cache, at, step, size, queries, a, out
     if not (isinstance(tiles, types.IntegerLiteral) and isinstance(pairs, types.BooleanLiteral)):
         return None
     many_tiles, paired = tiles.literal_value, pairs.literal_value
-    if paired and cache.dtype != types.uint16:
+    if paired and cache.dtype not in PAIRED:
         return types.void(pairs, tiles, served, cache, at, step, size, queries, a, out, o, wide), _nothing
 
     def code(context, builder, signature, arguments):
@@ -86,7 +95,7 @@ def _logits(typing, pairs, tiles, served, cache, at, step, size, queries, a, out
                     for t in range(many_tiles):
                         place = builder.add(at_, builder.mul(size_, number(t * LANES)))
                         place = builder.add(place, builder.mul(loop.index, number(2 * LANES)))
-                        lower, other = _halves(builder, place_in(context, builder, cache, cache_, place))
+                        lower, other = _halves(builder, place_in(context, builder, cache, cache_, place), cache.dtype)
                         first.append(lower)
                         second.append(other)
                     channel = builder.mul(loop.index, number(2))
@@ -121,7 +130,7 @@ def _values(typing, pairs, tiles, served, cache, at, step, rows, weights, w, wid
     if not (isinstance(tiles, types.IntegerLiteral) and isinstance(pairs, types.BooleanLiteral)):
         return None
     many_tiles, paired = tiles.literal_value, pairs.literal_value
-    if paired and cache.dtype != types.uint16:
+    if paired and cache.dtype not in PAIRED:
         return types.void(pairs, tiles, served, cache, at, step, rows, weights, w, wide, acc, a, size), _nothing
 
     def code(context, builder, signature, arguments):
@@ -154,7 +163,7 @@ def _values(typing, pairs, tiles, served, cache, at, step, rows, weights, w, wid
                 for t in range(many_tiles):
                     place = builder.add(at_, builder.mul(step_, number(t)))
                     place = builder.add(place, builder.mul(pair, number(2 * LANES)))
-                    halves.append(_halves(builder, place_in(context, builder, cache, cache_, place)))
+                    halves.append(_halves(builder, place_in(context, builder, cache, cache_, place), cache.dtype))
                 return [list(part) for part in zip(*halves, strict=True)]
 
             if paired:

@@ -18,6 +18,7 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, flat
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     SERVED,
@@ -143,11 +144,8 @@ def _attend_rows(queries, blocks, form, paired, tables, ids, listed, sums, outs)
     """Attend to rows of blocks; queries, blocks, outs: see `cpu._attend`; form: rows of a block and of a tile, and
     tiles of an entry; tables: always, tails, table and tokens; ids: `[R*Hs,S]`; listed: marks `[R*Hs,E*per]` of zeros,
     places and masks `[R*Hs,T]` and counts `[R*Hs]`, to be filled; sums: see `cpu._attend`."""
-    (query, query_step, share, size, scale), (cache, block_step, head_step, heads), (out, out_step) = (
-        queries,
-        blocks,
-        outs,
-    )
+    (query, query_step, share, size, scale), (cache, block_step, head_step, heads) = queries, blocks
+    out, out_step, factor = outs
     (always, tails, table, tokens), (acc, peak, total), (marks, places, masks, counts) = tables, sums, listed
     block, tile, per = form
     lists, splits = total.shape[:2]
@@ -170,7 +168,8 @@ def _attend_rows(queries, blocks, form, paired, tables, ids, listed, sums, outs)
     for which in range(lists):
         r, s = which // chosen, which % chosen
         for k in range(share):
-            join(acc[which], peak[which], total[which], k, size, out, tokens[r] * out_step + (s * share + k) * size)
+            to = tokens[r] * out_step + (s * share + k) * size
+            join(acc[which], peak[which], total[which], k, size, factor, out, to)
 
 
 def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, ids: Tensor, scale: float) -> None:
@@ -178,7 +177,7 @@ def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages,
     served, chosen, count = ids.shape
     heads, size, tile, packed = cache.packed.shape[1], cache.size, pages.page, cache.packed
     share, lists, per = query.shape[1] // chosen, served * chosen, pages.unit // tile
-    tiles = pages.table.shape[1] * per
+    tiles, (of_keys, of_values) = pages.table.shape[1] * per, factors(cache)
     most = pages.always.shape[1] + min(count, tiles)
     if tile > MOST:
         raise ValueError(f"a tile is {MOST} rows or less, got {tile}")
@@ -192,10 +191,10 @@ def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages,
             np.empty(lists, np.int64),
         )  # fmt: skip
         _attend_rows(
-            (storage_of(query), query.stride(0), share, size, np.float32(scale) * LOG2E),
-            (storage_of(packed), packed.stride(0), packed.stride(1), heads),
+            (storage_of(query), query.stride(0), share, size, np.float32(scale) * LOG2E * of_keys),
+            (flat(packed), packed.stride(0), packed.stride(1), heads),
             (cache.block, tile, per), cache.packing == "pairs",
             (pages.always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
             ids.contiguous().numpy().reshape(lists, count), listed, (acc, peak_total[0], peak_total[1]),
-            (storage_of(out), out.stride(0)),
+            (storage_of(out), out.stride(0), of_values),
         )  # fmt: skip

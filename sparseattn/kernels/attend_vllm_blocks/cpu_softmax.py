@@ -53,8 +53,9 @@ def weigh(weights, served, rows, page, peaks, totals):
 
 
 @njit(fastmath=set(FAST))
-def join(acc, peak, total, k, size, out, o):
-    """Join the parts of query head k, acc `[splits,share*D]`, into `out[o:]`; 0 where there is no row."""
+def join(acc, peak, total, k, size, factor, out, o):
+    """Join the parts of query head k, acc `[splits,share*D]`, times a factor into `out[o:]`; 0 where there is no
+    row."""
     splits = acc.shape[0]
     highest, whole = np.float32(-np.inf), np.float32(0)
     for split in range(splits):
@@ -66,6 +67,6 @@ def join(acc, peak, total, k, size, out, o):
             whole += total[split, k] * shrink
             for d in range(size):
                 sums[d] += shrink * acc[split, k * size + d]
-    by = np.float32(1) / whole if whole != 0 else np.float32(0)
+    by = factor / whole if whole != 0 else np.float32(0)
     for d in range(size):
         _store(out, o + d, sums[d] * by)

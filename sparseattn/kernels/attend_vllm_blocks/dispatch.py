@@ -27,7 +27,7 @@ def attend_blocks(
 
     Args:
         query, out: `[T,H*G,D]`, the heads of a token one after the other; R of its T tokens are served here.
-        cache: of the query's dtype.
+        cache: whose rows are read in the query's dtype.
         pages: which rows may be read.
         scores: `[R,Hs,E*unit/page]` float32 of the pages of `pages.table`, -inf for what must not be chosen.
         count: pages chosen for each selection head: a number, or `[R]` of numpy, one for each token.
@@ -61,7 +61,7 @@ def write_bounds(cache: BlockCache, bounds: PageBounds, places: Tensor, page: in
 
     Args:
         cache: whose keys they are.
-        bounds: `[places,H,D]` of the cache's dtype, of which those at `places` are written.
+        bounds: `[places,H,D]` of the dtype in which rows are read, of which those at `places` are written.
         places: `[n]` int64, pages of the cache, counted over all blocks.
         page: their rows, a multiple of 16 that divides a block.
         impl: see `attend_blocks`.
@@ -71,7 +71,7 @@ def write_bounds(cache: BlockCache, bounds: PageBounds, places: Tensor, page: in
     """
     if page % 16 or cache.block % page:
         raise ValueError(f"a page is a multiple of 16 rows that divides a block of {cache.block}, got {page}")
-    ATTEND.pick(impl, cache.packed.device, cache.packed.dtype).write_bounds(cache, bounds, places, page)
+    ATTEND.pick(impl, cache.packed.device, bounds.minimum.dtype).write_bounds(cache, bounds, places, page)
 
 
 def attend_rows(

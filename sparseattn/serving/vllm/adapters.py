@@ -43,11 +43,22 @@ __all__ = [
 ]
 
 logger = init_logger("vllm.sparseattn")
+EIGHTHS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def block_rows(builder: Any) -> int:
     """Rows of a block of the builder's layers."""
     return int(builder.kv_cache_spec.block_size)
+
+
+def eighths(vllm_config: Any) -> torch.dtype | None:
+    """Return the 8-bit floats that an engine keeps rows as; None: it keeps them as the model's."""
+    return EIGHTHS.get(vllm_config.cache_config.cache_dtype)
+
+
+def scales(layer: Any) -> tuple[float, float]:
+    """Return what a layer's keys and values of 8-bit floats are to be multiplied by."""
+    return float(layer._k_scale_float), float(layer._v_scale_float)
 
 
 def write(layer: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:

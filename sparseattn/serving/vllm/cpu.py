@@ -40,7 +40,7 @@ from sparseattn.serving.vllm.adapters import (
     get_current_vllm_config,
     logger,
 )
-from sparseattn.serving.vllm.block_packing import packing_of
+from sparseattn.serving.vllm.block_packing import packing_of, read_as
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.loaded_rows import LoadedRows
@@ -162,13 +162,14 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         page, unit = settings.shape
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         layer = next(layer for layer in self.layers.values() if layer.impl in self.sparse)
-        self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim)
+        self.eighths = adapters.eighths(self.vllm_config)
+        self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim, self.eighths)
         zone_page = near_page(page, unit, self.packing)
         self.zones = PageZones(zone_page, unit, self.block, settings.sink, settings.window)
         self.loaded = None if self.vllm_config.kv_transfer_config is None else LoadedRows(unit, self.block)
         for impl in self.sparse:
             impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
-            impl.near = zone_page
+            impl.near, impl.rows_dtype, impl.eighths = zone_page, self.dtype, self.eighths
         self.indexed = any(isinstance(impl.selector, PageSelector) for impl in self.sparse)
 
     def _say(self, settings: Settings, why: dict[str, str | None]) -> None:
@@ -329,6 +330,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.full = False  # whether it is of full attention, sparse or one of the first
         self.sparse = False
         self.counter: Counter | None = None
+        self.rows_dtype = torch.float32  # of rows that are read, and of the cache:
+        self.eighths: torch.dtype | None = None  # see `read_as`
 
     def use(self, name: str, settings: Settings | None, dense: str | None, heads: Heads | None) -> None:
         """See `SparseCPUBuilder.use`; `dense`: why it stays so, None where it is sparse from now on; `heads`: which of
@@ -373,7 +376,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if self.store is None and isinstance(self.selector, PageSelector):
             self.store = self.index_of(kv_cache)
         if metadata.due is not None and self.store is not None:
-            self.store.update_from(self._rows_of(kv_cache), metadata.due)
+            self.store.update_from(self._rows_of(layer, kv_cache), metadata.due)
             self.counter.add(self.index, entries_made=len(metadata.due))
         served = metadata.served
         if served is None or served.rest is not None:
@@ -382,7 +385,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             self.counter.add(self.index, dense_steps=1)
         if served is None:
             return output
-        pages, cache = served.pages(self.near, self.unit), self._rows_of(kv_cache)
+        pages, cache = served.pages(self.near, self.unit), self._rows_of(layer, kv_cache)
         if self.store is None:
             scores = torch.empty(served.count, self.num_kv_heads, 0)
             attend_blocks(query, output, cache, pages, scores, self.pages, self.scale)
@@ -398,10 +401,10 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             self._count(served, kv_cache)
         return output
 
-    def _rows_of(self, kv_cache: Tensor) -> BlockCache:
+    def _rows_of(self, layer: Any, kv_cache: Tensor) -> BlockCache:
         """Return the layer's rows, the same object as long as they lie where they lay."""
         if self.cache is None or self.cache.packed.data_ptr() != kv_cache.data_ptr():
-            self.cache = BlockCache(kv_cache, self.packing)
+            self.cache = read_as(layer, kv_cache, self.packing, self.rows_dtype, self.eighths)
         return self.cache
 
     def _rows(self, grouped: Tensor, served: ServedRequests) -> Tensor:
@@ -448,9 +451,9 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         """Return what `ServedRequests.counts` takes; `kv_cache`: the layer's or one of the same form."""
         if self.costs is None:
             heads, size = self.num_kv_heads, self.head_size
-            entry = entry_bytes(self.selector, heads, size, kv_cache.dtype)
+            entry = entry_bytes(self.selector, heads, size, self.rows_dtype)
             row = 2 * heads * size * kv_cache.element_size()
-            query = kv_cache.new_empty(1, heads, self.num_heads // heads, size)
+            query = kv_cache.new_empty(1, heads, self.num_heads // heads, size, dtype=self.rows_dtype)
             once = self.selector.bytes_once(query) if isinstance(self.selector, PageSelector) else 0
             self.costs = self.page, self.pages, self.unit, row, entry, once * heads
         return self.costs
@@ -459,7 +462,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         """Beside a cache, which is there with the first call."""
         assert isinstance(self.selector, PageSelector)
         count, heads, block, double = kv_cache.shape
-        return Store(self.selector, count * block // self.unit, heads, double // 2, kv_cache.dtype, kv_cache.device)
+        return Store(self.selector, count * block // self.unit, heads, double // 2, self.rows_dtype, kv_cache.device)
 
 
 def check(settings: Settings | None) -> list[SparseCPUBuilder]:

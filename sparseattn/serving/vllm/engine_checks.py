@@ -13,6 +13,8 @@ from sparseattn.serving.vllm.settings import Settings, configured
 
 FULL = "full_attention"  # as transformers calls a layer's kind
 DRAFTS = ("ngram", "suffix", "draft_model")  # methods of speculative decoding whose drafts are served
+WHOLE = ("auto", "float32", "float16", "bfloat16")  # numbers of a cache as vLLM calls them
+EIGHTHS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
 
 
@@ -55,10 +57,11 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
             f"drafts of the method {draft.method!r} come from layers that read the model's, which was not tried with "
             f"sparseattn: give --speculative-config a method of {', '.join(DRAFTS)}, or start without it"
         )
-    if cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
+    if cache.cache_dtype not in (WHOLE if device != "cpu" else (*WHOLE, *EIGHTHS)):
         raise ValueError(
-            f"sparseattn reads keys and values as floats of the model's type, and a cache of fewer bits has another "
-            f"packing: start vLLM with kv_cache_dtype auto, got kv_cache_dtype {cache.cache_dtype}"
+            f"sparseattn reads keys and values as floats of the model's type, and on CPUs as those of 8 bits "
+            f"({', '.join(EIGHTHS)}): start vLLM with kv_cache_dtype auto, got kv_cache_dtype {cache.cache_dtype} on "
+            f"{device}"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 and device == "cpu":

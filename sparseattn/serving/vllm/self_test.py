@@ -90,7 +90,7 @@ class TestedLayer:
             if served is None or served.tokens.tolist() != long or self.counts.sparse != before + len(long):
                 raise ValueError(f"a {what} step of {len(long)} long sequences does not serve them sparsely")
         off = float((out.float() - rows.expected(step, self._named(step, served))).abs().max())
-        if not off <= TOLERANCE[rows.cache.dtype]:
+        if not off <= TOLERANCE[step.query.dtype]:
             raise ValueError(f"a {what} step is off from attention over the rows that it names by {off:.2g}")
 
     def check_keys(self) -> None:
@@ -99,7 +99,7 @@ class TestedLayer:
         entries = torch.arange(self.rows.lengths[request] // unit)
         per = self.rows.block // unit
         places = self.rows.blocks[request, entries // per].long() * per + entries % per
-        keys = BlockCache(self.rows.cache, self.impl.packing).keys(places, unit).transpose(1, 2).flatten(0, 1)
+        keys = self.rows.held().keys(places, unit).transpose(1, 2).flatten(0, 1)
         if not torch.equal(keys, self.rows.keys[request, : len(keys)]):
             raise ValueError("keys read from the cache are not those that vLLM wrote")
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from sparseattn.core.selection import Selection
 from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.serving.vllm import adapters
+from sparseattn.serving.vllm.block_packing import read_as
 from sparseattn.serving.vllm.page_tables import PageZones
 from sparseattn.serving.vllm.settings import Settings
 
@@ -72,7 +74,11 @@ class TestRows:
         each = -(-most // self.block)
         free = torch.randperm(len(lengths) * each, generator=draw).int() + 1  # block 0 is vLLM's null block
         self.blocks = free.view(len(lengths), each)
-        self.cache = torch.full((len(free) + 1, heads, self.block, 2 * size), UNUSED, dtype=builder.dtype)
+        self.reading = builder.packing, builder.dtype, builder.eighths
+        unused = torch.full((len(free) + 1, heads, self.block, 2 * size), UNUSED)
+        self.cache = unused.to(builder.dtype if builder.eighths is None else builder.eighths)
+        if builder.eighths is not None:
+            self.cache = self.cache.view(torch.uint8)
         for request, count in enumerate(lengths):
             self._write([(request, torch.arange(count))])
 
@@ -124,12 +130,28 @@ class TestRows:
         rows = first[..., None] + torch.arange(page)
         return torch.where((places < 0)[..., None] | (rows >= count), -1, rows).flatten(-2)
 
+    def held(self) -> BlockCache:
+        """Return the cache as it is read."""
+        return read_as(self.layer, self.cache, *self.reading)
+
     def _write(self, spans: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM write rows of sequences; return keys and values `[T,H,D]` and where they lie, `[T]` int64."""
         keys, values = (torch.cat([part[r, rows] for r, rows in spans]) for part in (self.keys, self.values))
         slots = torch.cat([self._slots(r, rows) for r, rows in spans])
         adapters.write(self.layer, keys, values, self.cache, slots)
+        if self.cache.dtype == torch.uint8:
+            self._take_rounded(spans)
         return keys, values, slots
+
+    def _take_rounded(self, spans: list[tuple[int, Tensor]]) -> None:
+        """Put the rows as 8 bits hold them in the place of those that were written. vLLM's dense attention over them,
+        which is compared first, says whether they are read as it reads them."""
+        cache = self.held()
+        for request, rows in spans:
+            blocks = self.blocks[request].long()
+            for part, read in ((self.keys, cache.keys), (self.values, cache.values)):
+                every = read(blocks, self.block).transpose(1, 2).flatten(0, 1)  # [rows,H,D]
+                part[request, rows] = every[rows]
 
     def _slots(self, request: int, rows: Tensor) -> Tensor:
         """`[n]` int64: where rows of a sequence lie in the cache."""
