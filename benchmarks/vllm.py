@@ -105,9 +105,15 @@ def model_folder(name: str, into: Path) -> tuple[str, int]:
 
 def fill(config: Any) -> None:
     """Random numbers in every block of the engine's cache."""
-    draw = torch.Generator().manual_seed(0)
+    from sparseattn.serving.vllm.adapters import eighths
+
+    draw, kept = torch.Generator().manual_seed(0), eighths(config)
     for layer in config.compilation_config.static_forward_context.values():
-        layer.kv_cache.normal_(generator=draw)
+        if kept is None:
+            layer.kv_cache.normal_(generator=draw)
+        else:
+            for block in layer.kv_cache.view(kept):
+                block.copy_(torch.randn(block.shape, generator=draw))
 
 
 def decode(
@@ -283,6 +289,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         llm = LLM(
             model=folder,
             dtype=options.dtype,
+            kv_cache_dtype=options.kv_cache_dtype,
             load_format="dummy" if options.model == "random" else "auto",
             skip_tokenizer_init=options.model == "random",
             max_model_len=max([*contexts, *prompts]) + 1,
@@ -319,6 +326,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model,
         "shape": SHAPE if options.model == "random" else None,
         "dtype": options.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "compiled": options.compiled,
         "settings": methods[0],
         "decode": decoded,
@@ -370,6 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random", help="random, or a name or folder of a model")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the cache, as vLLM calls it, such as fp8")
     parser.add_argument("--contexts", default="32768,131072", help="rows of a sequence when its last token is decoded")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--prefill", default="", help="tokens of prompts whose prefill is timed")
