@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseattn.core.context import LayerContext
 from sparseattn.kernels.attend_vllm_blocks import cpu_part
-from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, BoundedPages, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, BoundedPages, MeanRows, StepPages
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded, attend_rows, write_bounds
 from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores_at
@@ -208,6 +208,56 @@ def test_every_8_bit_float_is_read_as_it_is(dtype: torch.dtype, packing: str) ->
         out = torch.full_like(query, 7.0)
         attend_blocks(query, out, cache, pages, torch.zeros(1, 1, 0), 0, 1.0, impl=impl)
         torch.testing.assert_close(out[0, 0], row[0, 0, 0].float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packing"),
+    [(torch.float32, "columns"), (torch.bfloat16, "pairs"), (torch.float8_e4m3fn, "columns")],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [32, 64])
+def test_means_stand_for_the_rows_that_are_not_read(dtype: torch.dtype, packing: str, rows: int) -> None:
+    """By pages and by single rows: a mean weighs as many rows as its group has that are not read."""
+    page, block = 32, 64
+    own = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    made = case(own, 64, block, page, 64)
+    keys, values = made.pop("keys").to(dtype), made.pop("values").to(dtype)
+    cache = packed(keys, values, packing)
+    if dtype.itemsize == 1:
+        cache = replace(cache, dtype=own, key_scale=1.5, value_scale=0.5)
+    every = torch.arange(24 * block // rows)
+    mean_keys, mean_values = (
+        read(every, rows).nan_to_num().float().mean(2).transpose(0, 1).bfloat16().contiguous()
+        for read in (cache.keys, cache.values)
+    )
+    means = MeanRows(mean_keys, mean_values, rows)
+    pages = StepPages(page, 64, *(made[name] for name in ("table", "always", "tails", "tokens")))
+    ids = torch.stack([torch.randperm(5 * 64)[:90] for _ in range(2 * H)]).view(2, H, 90).int()
+    alone = torch.zeros_like(made["query"])
+    attend_blocks(made["query"], alone, cache, pages, made["scores"], 3, 0.1)
+    for attended in (
+        lambda out, impl: attend_blocks(made["query"], out, cache, pages, made["scores"], 3, 0.1, impl, means),
+        lambda out, impl: attend_blocks(made["query"], out, cache, pages, made["scores"], 99, 0.1, impl, means),
+        lambda out, impl: attend_rows(made["query"], out, cache, pages, ids, 0.1, impl, means),
+    ):
+        outs = [torch.zeros_like(made["query"]) for _ in range(2)]
+        for out, impl in zip(outs, ("torch", "numba"), strict=True):
+            attended(out, impl)
+        torch.testing.assert_close(*outs, rtol=1.6e-2, atol=4e-3)
+        assert (outs[0] - alone).abs().max() > 0.05
+    r, h, token = 0, 1, int(made["tokens"][0])  # by hand, of the last
+    near = torch.cat([torch.arange(page) + int(p) * page for p in made["always"][r] if p >= 0])
+    near = near[: len(near) - page + int(made["tails"][r])]
+    far = made["table"][r].long()[ids[r, h].long() // 64] * 64 + ids[r, h].long() % 64
+    keys, values = (
+        read(torch.arange(24), block).transpose(0, 1).flatten(1, 2)[h].float() for read in (cache.keys, cache.values)
+    )
+    group = (made["table"][r].long()[:, None] * (64 // rows) + torch.arange(64 // rows)).flatten()
+    left = rows - torch.bincount(ids[r, h].long() // rows, minlength=len(group))
+    asked, at = made["query"][token, h * G : (h + 1) * G].float(), torch.cat([near, far])
+    logits = torch.cat([asked @ keys[at].mT * 0.1, asked @ mean_keys[h, group].float().mT * 0.1 + left.log()], 1)
+    expected = torch.softmax(logits, -1) @ torch.cat([values[at], mean_values[h, group].float()])
+    torch.testing.assert_close(outs[1][token, h * G : (h + 1) * G].float(), expected, rtol=1.6e-2, atol=4e-3)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

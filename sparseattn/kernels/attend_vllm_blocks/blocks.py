@@ -106,6 +106,21 @@ class StepPages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MeanRows:
+    """Means of groups of a layer's rows, each of which stands for those of its rows that a query does not read: it
+    weighs as many rows as these are. The estimation zone of RetroInfer, https://arxiv.org/abs/2505.02922.
+
+    Args:
+        keys, values: `[H,groups,D]`, groups counted over all blocks.
+        rows: of a group, a multiple of what is chosen at once that divides an entry of `StepPages.table`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundedPages:
     """A layer's rows, and Quest's bounds of their pages, https://arxiv.org/abs/2406.10774.
 

@@ -16,10 +16,11 @@ import numpy as np
 from numba import prange
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, MeanRows, StepPages
 from sparseattn.kernels.attend_vllm_blocks.cpu_bounded import attend_bounded as attend_bounded
 from sparseattn.kernels.attend_vllm_blocks.cpu_bounds import write_bounds as write_bounds
 from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, flat
+from sparseattn.kernels.attend_vllm_blocks.cpu_means import means_of, means_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_rows import attend_rows as attend_rows
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
@@ -31,12 +32,13 @@ FEW = 1 << 14  # scores of which one thread finds the best in less time than it 
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(queries, blocks, form, packing, tables, scores, limits, ids, sums, outs):
+def _attend(queries, blocks, form, packing, tables, scores, limits, ids, means, sums, outs):
     """Attend to blocks; queries: flat, with the step from token to token, how many share a list, their size and the
     factor of logits; blocks: flat, with the steps of block and head, and how many KV heads there are; form: see
     `page_part`; tables: always `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`,
-    pages chosen of each token's lists; ids `[R*Hs,S]`, to be filled; sums: acc `[R*Hs,splits,share*D]`, peak and total
-    `[..,share]`; outs: flat, with the step from token to token and the factor of values."""
+    pages chosen of each token's lists; ids `[R*Hs,S]`, to be filled; means: see `means_of`; sums: acc
+    `[R*Hs,splits,share*D]`, peak and total `[..,share]`, the last split of means if there are any; outs: flat, with the
+    step from token to token and the factor of values."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads) = queries, blocks
     out, out_step, factor = outs
     (always, tails, table, tokens), (acc, peak, total) = tables, sums
@@ -48,15 +50,23 @@ def _attend(queries, blocks, form, packing, tables, scores, limits, ids, sums, o
     else:
         for which in prange(lists):
             best_within(scores[which], ids[which], limits[which // chosen])
+    keys, values, means_step, of_keys, of_values, group, entry_rows, page = means
+    parts = splits - (group > 0)
     units = lists * splits
     for unit in prange(units):
         which, split = unit // splits, unit % splits
         r, s = which // chosen, which % chosen
-        page_part(
-            packing, (query, tokens[r] * query_step + s * share * size, share, size, scale),
-            (cache, block_step, s * heads // chosen * head_step), form, (always[r], tails[r], table[r], ids[which]),
-            (split, splits), (acc[which, split], peak[which, split], total[which, split]),
-        )  # fmt: skip
+        own = query, tokens[r] * query_step + s * share * size, share, size, scale
+        part = acc[which, split], peak[which, split], total[which, split]
+        if split == parts:
+            head = s * heads // chosen * means_step
+            told = keys, values, head, of_keys, of_values, group, entry_rows, page
+            means_part(own, told, (table[r], ids[which]), part)
+        else:
+            page_part(
+                packing, own, (cache, block_step, s * heads // chosen * head_step), form,
+                (always[r], tails[r], table[r], ids[which]), (split, parts), part,
+            )  # fmt: skip
     for which in range(lists):
         r, s = which // chosen, which % chosen
         for k in range(share):
@@ -65,7 +75,14 @@ def _attend(queries, blocks, form, packing, tables, scores, limits, ids, sums, o
 
 
 def attend(
-    query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, scores: Tensor, count: Any, scale: float
+    query: Tensor,
+    out: Tensor,
+    cache: BlockCache,
+    pages: StepPages,
+    scores: Tensor,
+    count: Any,
+    scale: float,
+    means: MeanRows | None = None,
 ) -> None:
     """As `dispatch.attend_blocks`."""
     served, chosen, listed = scores.shape
@@ -76,7 +93,7 @@ def attend(
     rows = (count + always.shape[1]) * page
     with ONE_AT_A_TIME:
         threads = use_threads(4 * rows * lists * share * size, STEP)
-        splits = max(1, min(-(-PARTS * threads // lists), rows // PART_ROWS))
+        splits = max(1, min(-(-PARTS * threads // lists), rows // PART_ROWS)) + (means is not None)
         acc: Any = np.empty((lists, splits, share * size), np.float32)
         peak_total: Any = np.empty((2, lists, splits, share), np.float32)
         ids: Any = np.empty((lists, count), np.int32)
@@ -85,6 +102,7 @@ def attend(
             (flat(packed), packed.stride(0), packed.stride(1), heads),
             (cache.block, page, pages.unit // page), packed_as(cache),
             (always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
-            scores.numpy().reshape(lists, listed), limits, ids, (acc, peak_total[0], peak_total[1]),
+            scores.numpy().reshape(lists, listed), limits, ids,
+            means_of(means, cache, pages, page), (acc, peak_total[0], peak_total[1]),
             (storage_of(out), out.stride(0), of_values),
         )  # fmt: skip

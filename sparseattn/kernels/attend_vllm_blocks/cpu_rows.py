@@ -17,8 +17,9 @@ import numpy as np
 from numba import prange
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, MeanRows, StepPages
 from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, flat
+from sparseattn.kernels.attend_vllm_blocks.cpu_means import means_of, means_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     SERVED,
@@ -140,10 +141,10 @@ def _rows_part(paired, queries, blocks, form, listed, sums):
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend_rows(queries, blocks, form, paired, tables, ids, listed, sums, outs):
+def _attend_rows(queries, blocks, form, paired, tables, ids, listed, means, sums, outs):
     """Attend to rows of blocks; queries, blocks, outs: see `cpu._attend`; form: rows of a block and of a tile, and
     tiles of an entry; tables: always, tails, table and tokens; ids: `[R*Hs,S]`; listed: marks `[R*Hs,E*per]` of zeros,
-    places and masks `[R*Hs,T]` and counts `[R*Hs]`, to be filled; sums: see `cpu._attend`."""
+    places and masks `[R*Hs,T]` and counts `[R*Hs]`, to be filled; means, sums: see `cpu._attend`."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads) = queries, blocks
     out, out_step, factor = outs
     (always, tails, table, tokens), (acc, peak, total), (marks, places, masks, counts) = tables, sums, listed
@@ -154,17 +155,24 @@ def _attend_rows(queries, blocks, form, paired, tables, ids, listed, sums, outs)
         r = which // chosen
         reads = always[r], tails[r], table[r]
         counts[which] = _listed(ids[which], (tile, per), reads, marks[which], places[which], masks[which])
+    keys, values, means_step, of_keys, of_values, group, entry_rows, page = means
+    parts = splits - (group > 0)
     units = lists * splits
     for unit in prange(units):
         which, split = unit // splits, unit % splits
         r, s = which // chosen, which % chosen
-        begin, stop = counts[which] * split // splits, counts[which] * (split + 1) // splits
-        _rows_part(
-            paired, (query, tokens[r] * query_step + s * share * size, share, size, scale),
-            (cache, block_step, s * heads // chosen * head_step), (block, tile),
-            (places[which, begin:stop], masks[which, begin:stop]),
-            (acc[which, split], peak[which, split], total[which, split]),
-        )  # fmt: skip
+        own = query, tokens[r] * query_step + s * share * size, share, size, scale
+        part = acc[which, split], peak[which, split], total[which, split]
+        if split == parts:
+            head = s * heads // chosen * means_step
+            told = keys, values, head, of_keys, of_values, group, entry_rows, page
+            means_part(own, told, (table[r], ids[which]), part)
+        else:
+            begin, stop = counts[which] * split // parts, counts[which] * (split + 1) // parts
+            _rows_part(
+                paired, own, (cache, block_step, s * heads // chosen * head_step), (block, tile),
+                (places[which, begin:stop], masks[which, begin:stop]), part,
+            )  # fmt: skip
     for which in range(lists):
         r, s = which // chosen, which % chosen
         for k in range(share):
@@ -172,7 +180,15 @@ def _attend_rows(queries, blocks, form, paired, tables, ids, listed, sums, outs)
             join(acc[which], peak[which], total[which], k, size, factor, out, to)
 
 
-def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, ids: Tensor, scale: float) -> None:
+def attend_rows(
+    query: Tensor,
+    out: Tensor,
+    cache: BlockCache,
+    pages: StepPages,
+    ids: Tensor,
+    scale: float,
+    means: MeanRows | None = None,
+) -> None:
     """As `dispatch.attend_rows`."""
     served, chosen, count = ids.shape
     heads, size, tile, packed = cache.packed.shape[1], cache.size, pages.page, cache.packed
@@ -183,7 +199,7 @@ def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages,
         raise ValueError(f"a tile is {MOST} rows or less, got {tile}")
     with ONE_AT_A_TIME:
         threads = use_threads(4 * most * tile * lists * share * size, STEP)
-        splits = max(1, min(-(-PARTS * threads // lists), most * tile // PART_ROWS))
+        splits = max(1, min(-(-PARTS * threads // lists), most * tile // PART_ROWS)) + (means is not None)
         acc: Any = np.empty((lists, splits, share * size), np.float32)
         peak_total: Any = np.empty((2, lists, splits, share), np.float32)
         listed: Any = (
@@ -195,6 +211,7 @@ def attend_rows(query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages,
             (flat(packed), packed.stride(0), packed.stride(1), heads),
             (cache.block, tile, per), cache.packing == "pairs",
             (pages.always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
-            ids.contiguous().numpy().reshape(lists, count), listed, (acc, peak_total[0], peak_total[1]),
+            ids.contiguous().numpy().reshape(lists, count), listed,
+            means_of(means, cache, pages, 1), (acc, peak_total[0], peak_total[1]),
             (storage_of(out), out.stride(0), of_values),
         )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, MeanRows, StepPages
 from sparseattn.kernels.implementations import Operation
 from sparseattn.kernels.page_bounds.bounds import PageBounds
 
@@ -22,6 +22,7 @@ def attend_blocks(
     count: Any,
     scale: float,
     impl: str | None = None,
+    means: MeanRows | None = None,
 ) -> None:
     """Write the attention of R tokens over their pages into their rows of `out`.
 
@@ -33,8 +34,9 @@ def attend_blocks(
         count: pages chosen for each selection head: a number, or `[R]` of numpy, one for each token.
         scale: factor of the logits.
         impl: "torch" or "numba", see `implementations`.
+        means: which stand for the rows of `pages.table` that are not chosen; None: nothing does.
     """
-    ATTEND.pick(impl, query.device, query.dtype).attend(query, out, cache, pages, scores, count, scale)
+    ATTEND.pick(impl, query.device, query.dtype).attend(query, out, cache, pages, scores, count, scale, means)
 
 
 def attend_bounded(
@@ -82,13 +84,14 @@ def attend_rows(
     ids: Tensor,
     scale: float,
     impl: str | None = None,
+    means: MeanRows | None = None,
 ) -> None:
     """Write the attention of R tokens over single rows, and over the pages that they read in any case.
 
     Args:
-        query, out, cache, scale, impl: see `attend_blocks`.
+        query, out, cache, scale, impl, means: see `attend_blocks`.
         pages: entries to choose from, and pages that are read in any case, of 16 or 32 rows.
         ids: `[R,Hs,S]` int32, the rows that each selection head reads, counted over the entries of `pages.table`; -1
             for none. None stands twice in a list.
     """
-    ATTEND.pick(impl, query.device, query.dtype).attend_rows(query, out, cache, pages, ids, scale)
+    ATTEND.pick(impl, query.device, query.dtype).attend_rows(query, out, cache, pages, ids, scale, means)

@@ -41,9 +41,11 @@ from sparseattn.serving.vllm.adapters import (
     logger,
 )
 from sparseattn.serving.vllm.block_packing import packing_of, read_as
+from sparseattn.serving.vllm.block_tails import BlockTails
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.loaded_rows import LoadedRows
+from sparseattn.serving.vllm.mean_index import TailedStore
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
 from sparseattn.serving.vllm.page_tables import PageZones, near_page
 from sparseattn.serving.vllm.per_request import RequestChoices, request_choices
@@ -392,7 +394,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         elif self.single:
             queries = query[: served.count] if served.in_order else query[served.tokens]
             ids = self._rows(queries.view(served.count, self.num_kv_heads, -1, self.head_size), served)
-            attend_rows(query, output, cache, pages, ids, self.scale)
+            attend_rows(query, output, cache, pages, ids, self.scale, means=self.store.means)
         else:
             self.store.attend(query, output, cache, pages, served.most(self.page, self.pages), self.scale)
         served.layers += 1
@@ -462,7 +464,10 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         """Beside a cache, which is there with the first call."""
         assert isinstance(self.selector, PageSelector)
         count, heads, block, double = kv_cache.shape
-        return Store(self.selector, count * block // self.unit, heads, double // 2, self.rows_dtype, kv_cache.device)
+        places, given = count * block // self.unit, (heads, double // 2, self.rows_dtype, kv_cache.device)
+        if isinstance(self.selector, BlockTails):
+            return TailedStore(self.selector, places, *given)
+        return Store(self.selector, places, *given)
 
 
 def check(settings: Settings | None) -> list[SparseCPUBuilder]:

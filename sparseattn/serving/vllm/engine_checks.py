@@ -7,6 +7,7 @@ from typing import Any
 from sparseattn.core.no_effect import idle_above, refuse
 from sparseattn.serving.vllm import mismatch
 from sparseattn.serving.vllm.above import AUTO
+from sparseattn.serving.vllm.block_tails import BlockTails
 from sparseattn.serving.vllm.defaults import ABOVE
 from sparseattn.serving.vllm.installed import why_not_on_cuda, why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured
@@ -79,6 +80,10 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
         raise ValueError(
             f"single rows are read on CPUs alone, and {settings.called!r} chooses them: on CUDA serve pages, such as "
             f"quest:page=16"
+        )
+    if device != "cpu" and any(isinstance(made, BlockTails) for made in settings.each()):
+        raise ValueError(
+            f"tails are estimated on CPUs alone, got {settings.called!r} on {device}: serve its inner method"
         )
     _check_measured(vllm_config, settings)
     drafts = draft is not None and vllm_config.model_config is draft.draft_model_config

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, StepPages
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, BoundedPages, MeanRows, StepPages
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks, attend_bounded, write_bounds
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.serving.vllm.block_tails import BlockTails
 
 AT_ONCE = 1024  # entries whose keys are unpacked together
 
@@ -23,7 +24,12 @@ class Store:
         selector: says what an entry is.
         places: entries in all, blocks times entries of a block.
         heads, size, dtype, device: of keys.
+
+    Attributes:
+        means: what stands for rows that are not read; None: nothing does.
     """
+
+    means: MeanRows | None = None
 
     def __init__(
         self, selector: PageSelector, places: int, heads: int, size: int, dtype: torch.dtype, device: torch.device
@@ -71,9 +77,14 @@ class Store:
                 self._bounded = BoundedPages(cache, self.voted)
             attend_bounded(query, out, self._bounded, pages, count, scale)
             return
-        tokens = query if len(pages.tokens) == len(query) else query[pages.tokens]
-        scores = self.scores(tokens.unflatten(1, (cache.packed.shape[1], -1)), pages.table)
+        scores = self.scores(self.grouped(query, cache, pages), pages.table)
         attend_blocks(query, out, cache, pages, scores, count, scale)
+
+    @staticmethod
+    def grouped(query: Tensor, cache: BlockCache, pages: StepPages) -> Tensor:
+        """Return the queries `[R,H,G,D]` of a step's tokens, of `[T,H*G,D]`."""
+        tokens = query if len(pages.tokens) == len(query) else query[pages.tokens]
+        return tokens.unflatten(1, (cache.packed.shape[1], -1))
 
     def best(self, query: Tensor, table: Tensor, count: int) -> Tensor:
         """`PageSelector.best_at` of these entries."""
@@ -85,4 +96,5 @@ def entry_bytes(selector: Selector, heads: int, size: int, dtype: torch.dtype) -
     if not isinstance(selector, PageSelector):
         return 0
     entry = selector.entries(torch.zeros(1, heads, selector.unit, size, dtype=dtype))
-    return sum(math.prod(part.shape[3:]) * heads * part.element_size() for part in entry.values())
+    means = selector.mean_bytes(size) if isinstance(selector, BlockTails) else 0
+    return heads * (means + sum(math.prod(part.shape[3:]) * part.element_size() for part in entry.values()))

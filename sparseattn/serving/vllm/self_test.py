@@ -91,7 +91,8 @@ class TestedLayer:
             long = step.starts_of_long()
             if served is None or served.tokens.tolist() != long or self.counts.sparse != before + len(long):
                 raise ValueError(f"a {what} step of {len(long)} long sequences does not serve them sparsely")
-        off = float((out.float() - rows.expected(step, self._named(step, served))).abs().max())
+        named = self._named(step, served)
+        off = float((out.float() - rows.expected(step, named, self._groups(step, served))).abs().max())
         if not off <= LOOSE.get(self.builder.eighths, TOLERANCE[step.query.dtype]):
             raise ValueError(f"a {what} step is off from attention over the rows that it names by {off:.2g}")
 
@@ -125,6 +126,19 @@ class TestedLayer:
                     named.append(torch.arange(row + 1).expand(heads, -1))
         return named
 
+    def _groups(self, step: TestStep, served: Any) -> list[Tensor] | None:
+        """`[P,rows]` for each new row, the rows of the groups whose means stand for what it does not read."""
+        if served is None or self.ranked is None or self.ranked.means is None:
+            return None
+        size, unit = self.ranked.means.rows, self.rows.zones.unit
+        groups = [torch.zeros(0, size, dtype=torch.int64) for _ in step.query]
+        new_rows = [(request, row) for request, at in zip(step.requests, step.rows, strict=True) for row in at.tolist()]
+        for r, token in enumerate(served.tokens.tolist()):
+            request, row = new_rows[token]
+            entries = served.table[r][served.table[r] >= 0].long()[None]
+            groups[token] = self.rows.rows_at(request, entries, row + 1, unit).view(-1, size)
+        return groups
+
     def _chosen(self, served: Any) -> Tensor | None:
         """`[R,Hs,S]`: pages that a step chose, as places; -1 for none. None: it chooses nothing."""
         if self.ranked is None:
@@ -143,7 +157,7 @@ class RankedIndex:
     """
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self.store, self.means = store, store.means
         self.last = torch.empty(0)  # what the last step chose by
         self.ids: Tensor | None = None  # or what it chose
 
@@ -159,7 +173,8 @@ class RankedIndex:
     def attend(self, query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, count: int, scale: float) -> None:
         grouped = query[pages.tokens].unflatten(1, (cache.packed.shape[1], -1))
         if self.store.voted is None:
-            attend_blocks(query, out, cache, pages, self.scores(grouped, pages.table), count, scale)
+            scores = self.scores(grouped, pages.table)
+            attend_blocks(query, out, cache, pages, scores, count, scale, means=self.means)
             return
         self.store.attend(query, out, cache, pages, count, scale)
         self.last = self.store.scores(grouped, pages.table)

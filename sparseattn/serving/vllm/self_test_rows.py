@@ -106,8 +106,14 @@ class TestRows:
         common = adapters.step(counts.cumsum(0).int(), ends, self.blocks[requests], slots, prompt)
         return TestStep(requests, [rows for _, rows in spans], query, keys, values, common)
 
-    def expected(self, step: TestStep, named: list[Tensor]) -> Tensor:
-        """Return `[T,H*G,D]` float32: attention of each new row over the rows that it names, `[Hs,S]`, -1 for none."""
+    def expected(self, step: TestStep, named: list[Tensor], groups: list[Tensor] | None = None) -> Tensor:
+        """Return `[T,H*G,D]` float32: attention of each new row over the rows that it names, `[Hs,S]`, -1 for none.
+
+        Args:
+            step: of the new rows.
+            named: of each.
+            groups: of each the rows `[P,rows]` for whose unnamed ones their means stand in; None: nothing does.
+        """
         each = zip(step.requests, step.rows, strict=True)
         request = [request for request, rows in each for _ in rows]
         heads, most = max(len(rows) for rows in named), max(rows.shape[1] for rows in named)
@@ -116,7 +122,10 @@ class TestRows:
             own[:, : rows.shape[1]] = rows if len(rows) == heads else rows.repeat_interleave(heads // len(rows), 0)
         query = step.query.float().unflatten(1, (self.keys.shape[2], -1))
         keys, values = (part[request].transpose(1, 2).float() for part in (self.keys, self.values))
-        out, _ = attend(query, keys, values, Selection.tokens(ids), scale=self.layer.impl.scale, impl="reference")
+        selection = Selection.tokens(ids)
+        if groups is not None:
+            keys, values, selection = _with_means(keys, values, ids, groups)
+        out, _ = attend(query, keys, values, selection, scale=self.layer.impl.scale, impl="reference")
         return out.flatten(1, 2)
 
     def rows_at(self, request: int, places: Tensor, count: int, page: int) -> Tensor:
@@ -156,3 +165,29 @@ class TestRows:
     def _slots(self, request: int, rows: Tensor) -> Tensor:
         """`[n]` int64: where rows of a sequence lie in the cache."""
         return self.blocks[request, rows // self.block].long() * self.block + rows % self.block
+
+
+def _with_means(keys: Tensor, values: Tensor, ids: Tensor, groups: list[Tensor]) -> tuple[Tensor, Tensor, Selection]:
+    """Return rows `[T,H,N,D]` with the means of groups behind them, and which of both each head attends to.
+
+    Args:
+        keys, values: `[T,H,N,D]`.
+        ids: `[T,Hs,S]`, rows that are read, -1 for none.
+        groups: of each of T the rows `[P,rows]` of its groups.
+    """
+    batch, heads, count, _ = keys.shape
+    most = max(len(rows) for rows in groups)
+    bias = torch.full((batch, ids.shape[1], most), -torch.inf)
+    means = torch.zeros(2, batch, heads, most, keys.shape[3])
+    for token, rows in enumerate(groups):
+        read = torch.zeros(ids.shape[1], count + 1, dtype=torch.int64)
+        read.scatter_(1, torch.where(ids[token] < 0, count, ids[token]), 1)
+        left = rows.shape[1] - read[:, rows.flatten()].view(len(read), *rows.shape).sum(2)
+        bias[token, :, : len(rows)] = left.float().log()
+        for mean, part in zip(means, (keys, values), strict=True):
+            mean[token, :, : len(rows)] = part[token][:, rows].mean(2)
+    own = torch.arange(count, count + most).expand(*ids.shape[:2], -1)
+    every = torch.cat([ids, torch.where(bias.isneginf(), -1, own)], 2)
+    both = torch.cat([torch.zeros(ids.shape), torch.where(bias.isneginf(), 0, bias)], 2)
+    keys, values = (torch.cat([part, mean], 2) for part, mean in zip((keys, values), means, strict=True))
+    return keys, values, Selection.tokens(every, bias=both)

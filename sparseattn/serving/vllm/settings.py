@@ -15,12 +15,14 @@ from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import DENSE, WINDOW, Role
 from sparseattn.selectors.abilities import Evicts, HasTail, Observes
 from sparseattn.selectors.baselines.window import Window
+from sparseattn.selectors.combined.tailed import Tailed
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
 from sparseattn.selectors.tokens.querypq import QueryPQ
 from sparseattn.serving.vllm import defaults
 from sparseattn.serving.vllm.above import AUTO
 from sparseattn.serving.vllm.block_codes import BlockCodes
+from sparseattn.serving.vllm.block_tails import BlockTails
 from sparseattn.serving.vllm.defaults import REFUSE, STOCK
 from sparseattn.utils import json_text
 from sparseattn.utils.json_fields import Either, Flag, Number, Object, Text
@@ -165,15 +167,17 @@ def servable(text: str) -> PageSelector | Window:
     made = make_selector(text)
     if isinstance(made, Window):
         return made
-    if isinstance(made, QueryPQ):
-        made = BlockCodes(made)
-        if why := made.why_not_shared():  # before what it would learn otherwise
+    method = made.inner if isinstance(made, Tailed) else made
+    if isinstance(method, QueryPQ):
+        method = BlockCodes(method)
+        if why := method.why_not_shared():  # before what it would learn otherwise
             raise ValueError(f"{text!r} cannot be served: {why}")
-    if not isinstance(made, PageSelector):
+    if not isinstance(method, PageSelector):
         raise ValueError(
-            f"vLLM's cache is kept by page, and {text} has another kind of index: serve "
-            f"quest, lowbit, querypq:artefact=FILE, window, or a PageSelector of your own"
+            f"vLLM's cache is kept by page, and {text} has another kind of index: serve quest, lowbit, "
+            f"querypq:artefact=FILE, window, or a PageSelector of your own, or one of these within tailed"
         )
+    made = BlockTails(made, method) if isinstance(made, Tailed) else method
     if made.learns or made.find(Evicts):
         what = "learns from a prompt's queries" if made.learns else "drops rows"
         raise ValueError(f"{text!r} {what}, and blocks that sequences share cannot follow that")
