@@ -1,4 +1,4 @@
-"""How close single rows in vLLM are to full attention, beside pages and beside a `SparseCache` of the same method.
+"""How close rows, pages and tails in vLLM are to full attention, beside a `SparseCache` of the same method.
 
 ``.venv-vllm/bin/python -m benchmarks.vllm_rows --artefact FILE --out FILE`` from the repository root; the file of codes
 comes from ``sparseattn train --method querypq``. A text's tokens are forced on the engine one by one, so that every
@@ -80,40 +80,45 @@ def by_engine(folder: str, ids: list[int], last: int, methods: list[tuple[str, i
     for selector, budget in methods:
         logits, ran = steps(settings(selector, budget))
         rows = ran.rows_read / ran.sparse_steps
-        found.append({"selector": selector, "budget": budget, "rows": rows, **compared(logits, full)})
-        print("engine", found[-1], flush=True)
+        found.append({"by": "vLLM", "selector": selector, "budget": budget, "rows": rows, **compared(logits, full)})
+        print(found[-1], flush=True)
     return found
 
 
 def by_cache(folder: str, ids: list[int], last: int, methods: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """The same by a `SparseCache` over transformers' model."""
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import AutoModelForCausalLM
 
-    from sparseattn.models.sparse_cache import SparseCache
+    from sparseattn.models.prefill import Prefill
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt, answer = torch.tensor([ids[: len(ids) - last]]), ids[len(ids) - last :]
+    prompt = Prefill(model, torch.tensor([ids[: len(ids) - last]]), chunk=2048, queries=False)
 
     @torch.no_grad()
-    def steps(cache: Any) -> list[Tensor]:
-        model(prompt, past_key_values=cache, logits_to_keep=1)
-        return [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in answer]
+    def steps(selector: str, budget: int) -> tuple[list[Tensor], Any]:
+        with prompt.cache(selector, budget, seal=64, **ZONES) as cache:
+            answer = ids[len(ids) - last :]
+            logits = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in answer]
+            return logits, cache.activity()
 
-    full, found = steps(DynamicCache()), []
+    full, _ = steps("exact", len(ids))
+    found = []
     for selector, budget in methods:
-        with SparseCache(model, selector, budget, seal=64, **ZONES) as cache:
-            found.append({"selector": selector, "budget": budget, **compared(steps(cache), full)})
-        print("cache", found[-1], flush=True)
+        logits, ran = steps(selector, budget)
+        rows = ran.rows_read / ran.sparse_steps
+        same = compared(logits, full)
+        found.append({"by": "SparseCache", "selector": selector, "budget": budget, "rows": rows, **same})
+        print(found[-1], flush=True)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--artefact", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text")
-    parser.add_argument("--last", type=int, default=32, help="of which so many are decoded")
+    parser.add_argument("--tokens", type=int, default=8000, help="of the text")
+    parser.add_argument("--last", type=int, default=64, help="of which so many are decoded")
     parser.add_argument("--text", default="as-you-like-it")
-    parser.add_argument("--budgets", default="128,256,512", help="of the engine; the cache has the second")
+    parser.add_argument("--budgets", default="128,256,512")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     from transformers import AutoTokenizer
@@ -125,12 +130,18 @@ def main() -> None:
     ids = AutoTokenizer.from_pretrained(folder).encode(read_named(given.text))[: given.tokens]
     codes = f"querypq:artefact={given.artefact}"
     budgets = [int(text) for text in given.budgets.split(",")]
-    every = [codes, "lowbit:bits=1", "lowbit:bits=1,page=16", "quest:page=32"]
-    engine = by_engine(folder, ids, given.last, [(one, budget) for one in every for budget in budgets])
-    cache = by_cache(folder, ids, given.last, [(one, budgets[1]) for one in every])
+    named = {
+        codes: "querypq:artefact=FILE",
+        f"tailed:inner=[{codes}],rows=64": "tailed:inner=[querypq:artefact=FILE],rows=64",
+    }
+    every = [codes, "lowbit:bits=1", "lowbit:bits=1,page=16", "quest:page=32", "tailed:inner=[lowbit:bits=1],rows=64"]
+    asked = [(one, budget) for one in [*every, list(named)[1]] for budget in budgets]
+    results = by_engine(folder, ids, given.last, asked) + by_cache(folder, ids, given.last, asked)
+    for one in results:
+        one["selector"] = named.get(one["selector"], one["selector"])
     record = {
         "model": "smollm2", "dtype": "float32", "text": given.text, "tokens": len(ids), "last": given.last, **ZONES,
-        "engine": engine, "cache": cache, "machine": machine(), "features": features(),
+        "results": results, "machine": machine(), "features": features(),
         "threads": torch.get_num_threads(), "versions": versions(),
     }  # fmt: skip
     records.save(record, given.out)
