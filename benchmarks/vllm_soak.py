@@ -3,7 +3,8 @@ its counters say, and whether it answers as before.
 
 ``.venv-vllm/bin/python -m benchmarks.vllm_soak --out FILE`` from the repository root. 3,000 requests, 16 at a time, of
 50 to 7,000 tokens: plain ones and streams, with budgets of their own and without, some given up by the client while
-they are answered, and some that no server should take. Stock vLLM is asked the same without what only sparseattn knows.
+they are answered or before, and some that no server should take. Stock vLLM is asked the same without what only
+sparseattn knows.
 
 The model is a small random Llama: what is looked for is left behind by requests, and not by layers. Memory is the
 proportional set size (PSS) of the server's processes, a pause after the last answer.
@@ -16,6 +17,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -54,7 +56,7 @@ from sparseattn.utils import children
 LAYERS = 2
 TITLES = {"worker": b"VLLM::Worker", "engine": b"VLLM::EngineCore"}  # that vLLM gives to its processes
 SPARSE = {"--budget": 256, "--above": 512, "--sink": 4, "--window": 64, "--dense-layers": 1}
-EARLY = 50  # requests before memory is looked at first
+EARLY, EVERY = 50, 500  # requests before memory is looked at first, and again
 SAME = 16  # prompts that are asked one by one, before all others and again behind them
 EXACT = 64  # requests behind the others; none of them is given up, so that the server's counters must be the clients'
 SETTLE = 10  # seconds between the last answer and a look at memory
@@ -191,12 +193,13 @@ def soak(folder: Path, stock: bool, count: int, concurrency: int, say: Callable[
         requests = list(made_requests(count, 0, stock, KINDS))
         before = answers(server.url)
         start = time.monotonic()
-        seen = [asyncio.run(ask_all(server.url, requests[:EARLY], concurrency, say))]
-        time.sleep(SETTLE)
-        early = server.memory()
-        seen.append(asyncio.run(ask_all(server.url, requests[EARLY:], concurrency, say)))
-        seconds = time.monotonic() - start - SETTLE
-        time.sleep(SETTLE)
+        seen, memory = [], []
+        edges = [0, EARLY, *range(EVERY, count, EVERY), count]
+        for begin, end in itertools.pairwise(edges):
+            seen.append(asyncio.run(ask_all(server.url, requests[begin:end], concurrency, say)))
+            time.sleep(SETTLE)
+            memory.append({"requests": end, **server.memory()})
+        seconds = time.monotonic() - start - SETTLE * len(memory)
         row = {
             "server": "stock" if stock else "sparseattn",
             "command": ["sparseattn", "serve", "FOLDER", *server.words],
@@ -204,8 +207,9 @@ def soak(folder: Path, stock: bool, count: int, concurrency: int, say: Callable[
             "kinds": dict(sum((one.kinds for one in seen), collections.Counter())),
             "failed": sum(len(one.wrong) for one in seen),
             "failures": [wrong for one in seen for wrong in one.wrong][:20],
-            "memory_early_mib": early,
-            "memory_mib": server.memory(),
+            "memory_early_mib": memory[0],
+            "memory_mib": memory[-1],
+            "memory_steps_mib": memory,
             "ended": counted(server.url),
             "usage": dict(sum((one.usage for one in seen), collections.Counter())),
         }
@@ -225,7 +229,7 @@ def _exact(url: str, concurrency: int) -> dict[str, int]:
         RuntimeError: one of them failed.
     """
     before = served_activity(url)
-    kinds = {kind: share for kind, share in KINDS.items() if kind != "given_up"}
+    kinds = {kind: share for kind, share in KINDS.items() if kind not in ("given_up", "left")}
     requests = list(made_requests(EXACT, 1, False, kinds))
     seen = asyncio.run(ask_all(url, requests, concurrency, lambda: None))
     if seen.wrong:

@@ -17,7 +17,7 @@ SHORTEST, LONGEST, POSITIONS = 50, 7000, 8192  # tokens of a prompt, and of a se
 ANSWERS = 64  # tokens at most
 VOCABULARY = 49_152
 SECONDS = 600  # that an answer may take
-KINDS = {"whole": 60, "streamed": 25, "given_up": 8, "bad": 7}  # of 100 requests
+KINDS = {"whole": 57, "streamed": 23, "given_up": 7, "left": 6, "bad": 7}  # of 100 requests
 # What no server takes -> the status that says so. Of what only sparseattn knows, stock is given the second.
 BAD: tuple[tuple[dict[str, Any], dict[str, Any], int], ...] = (
     ({"max_tokens": -1}, {}, 400),
@@ -39,12 +39,14 @@ class Request:
         body: what is posted.
         after: pieces of the stream after which its client goes away.
         status: that the server should answer.
+        wait: seconds after which the client of a plain request goes away without an answer; 0: it does not.
     """
 
     kind: str
     body: dict[str, Any]
     after: int = 0
     status: int = 200
+    wait: float = 0.0
 
 
 @dataclass
@@ -77,17 +79,20 @@ def made_requests(count: int, seed: int, stock: bool, kinds: dict[str, int]) -> 
         length = round(math.exp(draw.uniform(math.log(SHORTEST), math.log(LONGEST))))
         shared = draw.choice(known)[: length // 2] if draw.random() < 0.3 else []
         ids = shared + [draw.randrange(VOCABULARY) for _ in range(length - len(shared))]
-        body = {"model": "soak", "prompt": ids, "temperature": 0, "ignore_eos": True}
-        body["max_tokens"] = draw.randrange(1, ANSWERS + 1)
+        tokens = draw.randrange(1, ANSWERS + 1)
+        body = {"model": "soak", "prompt": ids, "temperature": 0, "ignore_eos": True, "max_tokens": tokens}
         asked = draw.choice([None, None, None, {"budget": 64}, {"budget": 1024}, {"dense": True}])
         if asked is not None and not stock:
             body["sparseattn"] = asked
         (kind,) = draw.choices(list(kinds), list(kinds.values()))
-        after, (bad, of_stock, status) = draw.randrange(0, 12), draw.choice(BAD)
+        after, wait = draw.randrange(min(12, tokens)), draw.uniform(0.01, 1.0)
+        bad, of_stock, status = draw.choice(BAD)
         if kind == "bad":
             yield Request(kind, body | (of_stock or bad if stock else bad), status=status)
         elif kind == "whole":
             yield Request(kind, body)
+        elif kind == "left":
+            yield Request(kind, body, wait=wait)
         else:
             streamed = {"stream": True, "stream_options": {"include_usage": True}}
             yield Request(kind, body | streamed, after if kind == "given_up" else 0)
@@ -97,7 +102,13 @@ async def ask(client: httpx.AsyncClient, request: Request, seen: Seen) -> None:
     """Send one request, do what its client does, and note how it ended."""
     try:
         if "stream" not in request.body:
-            reply = await client.post("/v1/completions", json=request.body)
+            try:
+                reply = await asyncio.wait_for(client.post("/v1/completions", json=request.body), request.wait or None)
+            except TimeoutError:
+                if not request.wait:
+                    raise
+                seen.kinds[request.kind] += 1
+                return
             status, usage = reply.status_code, reply.json().get("usage")
         else:
             async with client.stream("POST", "/v1/completions", json=request.body) as stream:
@@ -112,7 +123,7 @@ async def ask(client: httpx.AsyncClient, request: Request, seen: Seen) -> None:
             raise ValueError(f"status {status} in place of {request.status}")
         if request.kind in ("whole", "streamed"):
             seen.usage.update(_counts(usage, request.body["max_tokens"]))
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, ValueError, TimeoutError) as error:
         seen.wrong.append(f"{request.kind}: {type(error).__name__}: {error}")
     else:
         seen.kinds[request.kind] += 1

@@ -29,6 +29,22 @@ def test_stock_is_asked_the_same_without_what_it_does_not_know() -> None:
             assert theirs.body == {name: value for name, value in mine.body.items() if name != "sparseattn"}
 
 
+def test_a_client_that_leaves_before_its_answer_ends_as_it_should() -> None:
+    async def asked() -> Seen:
+        async def slow(_: httpx.Request) -> httpx.Response:
+            await asyncio.sleep(30)
+            return httpx.Response(500)
+
+        seen = Seen()
+        async with httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(slow)) as client:
+            await ask(client, Request("left", {"max_tokens": 3}, wait=0.02), seen)
+        return seen
+
+    seen = asyncio.run(asked())
+    assert not seen.wrong
+    assert seen.kinds == {"left": 1}
+
+
 @pytest.mark.parametrize(
     ("request_", "status", "reply", "noted"),
     [
@@ -40,6 +56,8 @@ def test_stock_is_asked_the_same_without_what_it_does_not_know() -> None:
         (Request("streamed", {"max_tokens": 3, "stream": True}), 200, f"{PIECES}data: {json.dumps(ANSWER)}\n\n", ""),
         (Request("streamed", {"max_tokens": 3, "stream": True}), 200, PIECES, "an answer without its usage"),
         (Request("given_up", {"max_tokens": 3, "stream": True}, after=2), 200, PIECES, ""),
+        (Request("left", {"max_tokens": 3}, wait=5.0), 200, json.dumps(ANSWER), ""),
+        (Request("left", {"max_tokens": 3}, wait=5.0), 500, "{}", "status 500 in place of 200"),
     ],
 )
 def test_what_a_client_notes(request_: Request, status: int, reply: str, noted: str) -> None:
