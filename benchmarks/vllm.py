@@ -105,11 +105,11 @@ def model_folder(name: str, into: Path) -> tuple[str, int]:
 
 def fill(config: Any) -> None:
     """Random numbers in every block of the engine's cache."""
-    from sparseattn.serving.vllm.adapters import eighths
+    from sparseattn.serving.vllm.adapters import byte_floats
 
-    draw, kept = torch.Generator().manual_seed(0), eighths(config)
+    draw = torch.Generator().manual_seed(0)
     for layer in config.compilation_config.static_forward_context.values():
-        if kept is None:
+        if (kept := byte_floats(layer)) is None:
             layer.kv_cache.normal_(generator=draw)
         else:
             for block in layer.kv_cache.view(kept):

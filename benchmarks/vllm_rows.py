@@ -73,7 +73,7 @@ def by_engine(folder: str, ids: list[int], last: int, methods: list[tuple[str, i
         SEEN.clear()
         before = stats()
         llm.generate([{"prompt_token_ids": ids[: len(ids) - last]}], options, use_tqdm=False)
-        return list(SEEN[1:]), stats() - before  # the first is the prompt's
+        return SEEN[-last:], stats() - before  # those before are of the prompt, one for each part of it
 
     full, _ = steps(None)
     found = []
@@ -128,14 +128,17 @@ def main() -> None:
 
     folder = str(folder_of("smollm2"))
     ids = AutoTokenizer.from_pretrained(folder).encode(read_named(given.text))[: given.tokens]
-    codes = f"querypq:artefact={given.artefact}"
+    codes, tailed_codes = (
+        f"querypq:artefact={given.artefact}",
+        f"tailed:inner=[querypq:artefact={given.artefact}],rows=64",
+    )
     budgets = [int(text) for text in given.budgets.split(",")]
     named = {
         codes: "querypq:artefact=FILE",
-        f"tailed:inner=[{codes}],rows=64": "tailed:inner=[querypq:artefact=FILE],rows=64",
+        tailed_codes: "tailed:inner=[querypq:artefact=FILE],rows=64",
     }
     every = [codes, "lowbit:bits=1", "lowbit:bits=1,page=16", "quest:page=32", "tailed:inner=[lowbit:bits=1],rows=64"]
-    asked = [(one, budget) for one in [*every, list(named)[1]] for budget in budgets]
+    asked = [(one, budget) for one in [*every, tailed_codes] for budget in budgets]
     results = by_engine(folder, ids, given.last, asked) + by_cache(folder, ids, given.last, asked)
     for one in results:
         one["selector"] = named.get(one["selector"], one["selector"])

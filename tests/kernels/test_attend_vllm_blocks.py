@@ -162,20 +162,20 @@ def test_attention_over_single_rows_is_attention_over_them(
                 torch.testing.assert_close(out[r, q], expected, rtol=tolerance, atol=tolerance)
 
 
-EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
+BYTE_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("dtype", EIGHTHS, ids=str)
+@pytest.mark.parametrize("dtype", BYTE_FLOATS, ids=str)
 def test_rows_of_8_bit_floats_are_attended_to_as_the_numbers_that_they_stand_for(
     dtype: torch.dtype, packing: str
 ) -> None:
     """By pages, single rows and bounds, with scales."""
     page, block = 32, 64
     made = case(torch.bfloat16, 64, block, page, page)
-    eighths = [made.pop(name).to(dtype) for name in ("keys", "values")]
-    cache = replace(packed(*eighths, packing), dtype=torch.bfloat16, key_scale=1.5, value_scale=0.25)
-    for read, plain, scale in ((cache.keys, eighths[0], 1.5), (cache.values, eighths[1], 0.25)):
+    byte_floats = [made.pop(name).to(dtype) for name in ("keys", "values")]
+    cache = replace(packed(*byte_floats, packing), dtype=torch.bfloat16, key_scale=1.5, value_scale=0.25)
+    for read, plain, scale in ((cache.keys, byte_floats[0], 1.5), (cache.values, byte_floats[1], 0.25)):
         rows = plain.float().mul(scale).bfloat16().unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
         torch.testing.assert_close(read(torch.arange(48), page), rows, rtol=0, atol=0, equal_nan=True)
     low = torch.randn(48, H, 64).bfloat16()
@@ -195,7 +195,7 @@ def test_rows_of_8_bit_floats_are_attended_to_as_the_numbers_that_they_stand_for
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("dtype", EIGHTHS, ids=str)
+@pytest.mark.parametrize("dtype", BYTE_FLOATS, ids=str)
 def test_every_8_bit_float_is_read_as_it_is(dtype: torch.dtype, packing: str) -> None:
     """A sequence of one row, whose value is the output; subnormal numbers are none the less."""
     every = torch.arange(256).to(torch.uint8).view(dtype).float()
@@ -393,7 +393,7 @@ def test_bounds_are_the_least_and_largest_keys_of_pages(
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("dtype", EIGHTHS, ids=str)
+@pytest.mark.parametrize("dtype", BYTE_FLOATS, ids=str)
 def test_bounds_of_8_bit_floats_are_those_of_the_numbers_that_they_stand_for(dtype: torch.dtype, packing: str) -> None:
     keys = torch.randn(4, H, 64, 80).to(dtype)
     cache = replace(packed(keys, keys, packing), dtype=torch.bfloat16, key_scale=1.3)

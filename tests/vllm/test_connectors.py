@@ -36,3 +36,21 @@ def test_answers_from_loaded_rows_are_those_from_computed_ones(tmp_path: Path, s
     check_counts(loaded, full=False)
     with engine(model, None, **given) as llm:
         assert ask(llm, asked).tokens != loaded.tokens, "64 rows tell no other tokens, so that nothing was tried"
+
+
+def test_prefixes_that_requests_share_are_read_as_they_are_with_a_connector(tmp_path: Path) -> None:
+    """Cached prefixes come with rows too; what is loaded lies behind rows that are cached."""
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "rows")},
+    }
+    few = {**SPARSE, "budget": 64}
+    shared, other = prompts(640, seed=3)[0], prompts(260, seed=4)[0]
+    asked = [shared + other[:60], shared + other[60:200], shared[:384] + other]
+    model = llama(tmp_path / "model")
+    with engine(model, few, max_num_batched_tokens=4096) as llm:
+        expected = ask(llm, asked)
+    with engine(model, few, max_num_batched_tokens=4096, kv_transfer_config=connector) as llm:
+        for _ in range(2):
+            assert ask(llm, asked).tokens == expected.tokens

@@ -19,8 +19,8 @@ from torch import Tensor
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, MeanRows, StepPages
 from sparseattn.kernels.attend_vllm_blocks.cpu_bounded import attend_bounded as attend_bounded
 from sparseattn.kernels.attend_vllm_blocks.cpu_bounds import write_bounds as write_bounds
-from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, flat
-from sparseattn.kernels.attend_vllm_blocks.cpu_means import means_of, means_part
+from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import factors, flat
+from sparseattn.kernels.attend_vllm_blocks.cpu_means import groups_of, means_of, means_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_rows import attend_rows as attend_rows
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
@@ -32,12 +32,12 @@ FEW = 1 << 14  # scores of which one thread finds the best in less time than it 
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(queries, blocks, form, packing, tables, scores, limits, ids, means, sums, outs):
+def _attend(queries, blocks, form, packing, tables, scores, limits, ids, means, mean_parts, sums, outs):
     """Attend to blocks; queries: flat, with the step from token to token, how many share a list, their size and the
     factor of logits; blocks: flat, with the steps of block and head, and how many KV heads there are; form: see
     `page_part`; tables: always `[R,F]`, tails `[R]`, table `[R,E]` and tokens `[R]`; scores `[R*Hs,P]`; limits `[R]`,
-    pages chosen of each token's lists; ids `[R*Hs,S]`, to be filled; means: see `means_of`; sums: acc
-    `[R*Hs,splits,share*D]`, peak and total `[..,share]`, the last split of means if there are any; outs: flat, with the
+    pages chosen of each token's lists; ids `[R*Hs,S]`, to be filled; means: see `means_of`; mean_parts: the last
+    splits, which are of means; sums: acc `[R*Hs,splits,share*D]`, peak and total `[..,share]`; outs: flat, with the
     step from token to token and the factor of values."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads) = queries, blocks
     out, out_step, factor = outs
@@ -50,22 +50,19 @@ def _attend(queries, blocks, form, packing, tables, scores, limits, ids, means, 
     else:
         for which in prange(lists):
             best_within(scores[which], ids[which], limits[which // chosen])
-    keys, values, means_step, of_keys, of_values, group, entry_rows, page = means
-    parts = splits - (group > 0)
+    parts = splits - mean_parts
     units = lists * splits
     for unit in prange(units):
         which, split = unit // splits, unit % splits
         r, s = which // chosen, which % chosen
         own = query, tokens[r] * query_step + s * share * size, share, size, scale
-        part = acc[which, split], peak[which, split], total[which, split]
-        if split == parts:
-            head = s * heads // chosen * means_step
-            told = keys, values, head, of_keys, of_values, group, entry_rows, page
-            means_part(own, told, (table[r], ids[which]), part)
+        part, head = (acc[which, split], peak[which, split], total[which, split]), s * heads // chosen
+        if split >= parts:
+            means_part(own, means, head, (table[r], ids[which]), (split - parts, mean_parts), part)
         else:
             page_part(
-                packing, own, (cache, block_step, s * heads // chosen * head_step), form,
-                (always[r], tails[r], table[r], ids[which]), (split, parts), part,
+                packing, own, (cache, block_step, head * head_step), form, (always[r], tails[r], table[r], ids[which]),
+                (split, parts), part,
             )  # fmt: skip
     for which in range(lists):
         r, s = which // chosen, which % chosen
@@ -90,10 +87,11 @@ def attend(
     share, always, (of_keys, of_values) = query.shape[1] // chosen, pages.always, factors(cache)
     limits = np.minimum(np.broadcast_to(np.asarray(count, np.int64), served), listed).copy()
     lists, count = served * chosen, int(limits.max(initial=0))
-    rows = (count + always.shape[1]) * page
+    rows, groups = (count + always.shape[1]) * page, groups_of(means, pages)
     with ONE_AT_A_TIME:
-        threads = use_threads(4 * rows * lists * share * size, STEP)
-        splits = max(1, min(-(-PARTS * threads // lists), rows // PART_ROWS)) + (means is not None)
+        threads = use_threads(4 * (rows + groups) * lists * share * size, STEP)
+        mean_parts = -(-groups // PART_ROWS)
+        splits = max(1, min(-(-PARTS * threads // lists), rows // PART_ROWS)) + mean_parts
         acc: Any = np.empty((lists, splits, share * size), np.float32)
         peak_total: Any = np.empty((2, lists, splits, share), np.float32)
         ids: Any = np.empty((lists, count), np.int32)
@@ -103,6 +101,6 @@ def attend(
             (cache.block, page, pages.unit // page), packed_as(cache),
             (always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
             scores.numpy().reshape(lists, listed), limits, ids,
-            means_of(means, cache, pages, page), (acc, peak_total[0], peak_total[1]),
+            means_of(means, cache, pages, page), mean_parts, (acc, peak_total[0], peak_total[1]),
             (storage_of(out), out.stride(0), of_values),
         )  # fmt: skip

@@ -18,7 +18,7 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BoundedPages, StepPages
-from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, kind_of
+from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import factors, kind_of
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
 from sparseattn.kernels.numba_cache import njit

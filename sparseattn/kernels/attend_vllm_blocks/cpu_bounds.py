@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
-from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, kind_of
+from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import factors, kind_of
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import PAIRED, _halves, _widened
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, MeanRows, StepPages
-from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors
+from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import factors
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import dot, read, storage_of
 from sparseattn.kernels.numba_softmax import exponentials, peak_of
@@ -20,14 +20,14 @@ NONE: Any = np.empty(0, np.float32)
 
 
 @njit  # not fastmath, under which exponentials may not be reordered
-def means_part(queries, means, listed, sums):
-    """Attention of a list's query heads over the means of groups of which it leaves rows out.
+def means_part(queries, means, head, listed, part, sums):
+    """Attention of a list's query heads over the means of one part of the groups of which it leaves rows out.
 
-    queries, sums: see `cpu_part.page_part`; means: keys and values flat, where the head's begin, what logits and values
-    are divided by, and rows of a group, of an entry and of a page; listed: the table, and pages chosen.
+    queries, part, sums: see `cpu_part.page_part`; means: see `means_of`; head: KV head; listed: the table, and pages
+    chosen.
     """
     (query, q, share, size, scale), (table, ids), (acc, peak, total) = queries, listed, sums
-    keys, values, base, of_keys, of_values, rows, unit, page = means
+    (keys, values, step, of_keys, of_values, rows, unit, page), (split, splits) = means, part
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     per = unit // rows
     left = np.empty(table.shape[0] * per, np.int64)
@@ -36,17 +36,17 @@ def means_part(queries, means, listed, sums):
     for i in range(ids.shape[0]):
         if ids[i] >= 0:
             left[ids[i] * page // rows] -= page
-    count = 0
-    for group in range(left.shape[0]):
+    begin, stop, count = left.shape[0] * split // splits, left.shape[0] * (split + 1) // splits, 0
+    for group in range(begin, stop):
         count += left[group] > 0
     if count == 0:
         return
     wide = (count + LANES - 1) // LANES * LANES
     places, weights = np.empty(count, np.int64), np.full(wide, -np.inf, np.float32)
     many, n = np.empty(count, np.float32), 0
-    for group in range(left.shape[0]):
+    for group in range(begin, stop):
         if left[group] > 0:
-            places[n] = base + (np.int64(table[group // per]) * per + group % per) * size
+            places[n] = head * step + (np.int64(table[group // per]) * per + group % per) * size
             many[n] = np.log2(np.float32(left[group]))
             n += 1
     for k in range(share):
@@ -62,7 +62,8 @@ def means_part(queries, means, listed, sums):
 
 
 def means_of(means: MeanRows | None, cache: BlockCache, pages: StepPages, page: int) -> Any:
-    """Return what `means_part` takes of means, with the step from head to head in the place of where they begin.
+    """Return what `means_part` takes of means: keys and values flat, the step from head to head, what logits and values
+    are divided by, and rows of a group, of an entry and of a page.
 
     Args:
         means: None: there are none, which is a group of no rows.
@@ -81,3 +82,8 @@ def means_of(means: MeanRows | None, cache: BlockCache, pages: StepPages, page: 
         storage_of(means.keys), storage_of(means.values), means.keys.stride(0), *factors(cache), means.rows, pages.unit,
         page,
     )  # fmt: skip
+
+
+def groups_of(means: MeanRows | None, pages: StepPages) -> int:
+    """Return how many means a list has at most."""
+    return 0 if means is None else pages.table.shape[1] * (pages.unit // means.rows)

@@ -18,13 +18,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import HALVES, SHORTS, widened_bytes
+from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import HALVES, SHORTS, widened_bytes
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import LINE, prefetch
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, every, place_in, splat, times_plus
 
-EIGHTHS = (types.uint8, types.int8)  # see `cpu_eighths`
-PAIRED = (types.uint16, *EIGHTHS)  # what pairs are of
+BYTE_FLOATS = (types.uint8, types.int8)  # see `cpu_byte_floats`
+PAIRED = (types.uint16, *BYTE_FLOATS)  # what pairs are of
 SERVED = 4  # query heads whose sums for two registers of rows or channels stay in registers
 
 
@@ -32,7 +32,7 @@ def _widened(builder, pointer, number):
     """16 numbers of a dtype from a pointer to the first, as floats."""
     if number == types.float32:
         return builder.load(builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
-    if number in EIGHTHS:
+    if number in BYTE_FLOATS:
         loaded = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(8), LANES).as_pointer()), align=1)
         return widened_bytes(builder, builder.zext(loaded, SHORTS), number)
     loaded = builder.load(builder.bitcast(pointer, SHORTS.as_pointer()), align=2)
@@ -43,7 +43,7 @@ def _widened(builder, pointer, number):
 
 def _halves(builder, pointer, number):
     """Return the first and the second numbers of 16 pairs of bfloat16 or of 8-bit floats, as floats."""
-    if number in EIGHTHS:
+    if number in BYTE_FLOATS:
         loaded = builder.load(builder.bitcast(pointer, SHORTS.as_pointer()), align=1)
         second = builder.lshr(loaded, every(SHORTS, 8))
         return widened_bytes(builder, loaded, number), widened_bytes(builder, second, number)

@@ -18,8 +18,8 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, MeanRows, StepPages
-from sparseattn.kernels.attend_vllm_blocks.cpu_eighths import factors, flat
-from sparseattn.kernels.attend_vllm_blocks.cpu_means import means_of, means_part
+from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import factors, flat
+from sparseattn.kernels.attend_vllm_blocks.cpu_means import groups_of, means_of, means_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS
 from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     SERVED,
@@ -141,10 +141,11 @@ def _rows_part(paired, queries, blocks, form, listed, sums):
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend_rows(queries, blocks, form, paired, tables, ids, listed, means, sums, outs):
+def _attend_rows(queries, blocks, form, paired, tables, ids, listed, means, mean_parts, sums, outs):
     """Attend to rows of blocks; queries, blocks, outs: see `cpu._attend`; form: rows of a block and of a tile, and
     tiles of an entry; tables: always, tails, table and tokens; ids: `[R*Hs,S]`; listed: marks `[R*Hs,E*per]` of zeros,
-    places and masks `[R*Hs,T]` and counts `[R*Hs]`, to be filled; means, sums: see `cpu._attend`."""
+    places and masks `[R*Hs,T]` and counts `[R*Hs]`, to be filled; means, mean_parts, sums: see
+    `cpu._attend`."""
     (query, query_step, share, size, scale), (cache, block_step, head_step, heads) = queries, blocks
     out, out_step, factor = outs
     (always, tails, table, tokens), (acc, peak, total), (marks, places, masks, counts) = tables, sums, listed
@@ -155,22 +156,19 @@ def _attend_rows(queries, blocks, form, paired, tables, ids, listed, means, sums
         r = which // chosen
         reads = always[r], tails[r], table[r]
         counts[which] = _listed(ids[which], (tile, per), reads, marks[which], places[which], masks[which])
-    keys, values, means_step, of_keys, of_values, group, entry_rows, page = means
-    parts = splits - (group > 0)
+    parts = splits - mean_parts
     units = lists * splits
     for unit in prange(units):
         which, split = unit // splits, unit % splits
         r, s = which // chosen, which % chosen
         own = query, tokens[r] * query_step + s * share * size, share, size, scale
-        part = acc[which, split], peak[which, split], total[which, split]
-        if split == parts:
-            head = s * heads // chosen * means_step
-            told = keys, values, head, of_keys, of_values, group, entry_rows, page
-            means_part(own, told, (table[r], ids[which]), part)
+        part, head = (acc[which, split], peak[which, split], total[which, split]), s * heads // chosen
+        if split >= parts:
+            means_part(own, means, head, (table[r], ids[which]), (split - parts, mean_parts), part)
         else:
             begin, stop = counts[which] * split // parts, counts[which] * (split + 1) // parts
             _rows_part(
-                paired, own, (cache, block_step, s * heads // chosen * head_step), (block, tile),
+                paired, own, (cache, block_step, head * head_step), (block, tile),
                 (places[which, begin:stop], masks[which, begin:stop]), part,
             )  # fmt: skip
     for which in range(lists):
@@ -194,12 +192,13 @@ def attend_rows(
     heads, size, tile, packed = cache.packed.shape[1], cache.size, pages.page, cache.packed
     share, lists, per = query.shape[1] // chosen, served * chosen, pages.unit // tile
     tiles, (of_keys, of_values) = pages.table.shape[1] * per, factors(cache)
-    most = pages.always.shape[1] + min(count, tiles)
+    most, groups = pages.always.shape[1] + min(count, tiles), groups_of(means, pages)
     if tile > MOST:
         raise ValueError(f"a tile is {MOST} rows or less, got {tile}")
     with ONE_AT_A_TIME:
-        threads = use_threads(4 * most * tile * lists * share * size, STEP)
-        splits = max(1, min(-(-PARTS * threads // lists), most * tile // PART_ROWS)) + (means is not None)
+        threads = use_threads(4 * (most * tile + groups) * lists * share * size, STEP)
+        mean_parts = -(-groups // PART_ROWS)
+        splits = max(1, min(-(-PARTS * threads // lists), most * tile // PART_ROWS)) + mean_parts
         acc: Any = np.empty((lists, splits, share * size), np.float32)
         peak_total: Any = np.empty((2, lists, splits, share), np.float32)
         listed: Any = (
@@ -212,6 +211,6 @@ def attend_rows(
             (cache.block, tile, per), cache.packing == "pairs",
             (pages.always.numpy(), pages.tails.numpy(), pages.table.numpy(), pages.tokens.numpy()),
             ids.contiguous().numpy().reshape(lists, count), listed,
-            means_of(means, cache, pages, 1), (acc, peak_total[0], peak_total[1]),
+            means_of(means, cache, pages, 1), mean_parts, (acc, peak_total[0], peak_total[1]),
             (storage_of(out), out.stride(0), of_values),
         )  # fmt: skip

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 logger = init_logger("vllm.sparseattn")
-EIGHTHS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+BYTE_FLOATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def block_rows(builder: Any) -> int:
@@ -51,9 +51,9 @@ def block_rows(builder: Any) -> int:
     return int(builder.kv_cache_spec.block_size)
 
 
-def eighths(vllm_config: Any) -> torch.dtype | None:
-    """Return the 8-bit floats that an engine keeps rows as; None: it keeps them as the model's."""
-    return EIGHTHS.get(vllm_config.cache_config.cache_dtype)
+def byte_floats(layer: Any) -> torch.dtype | None:
+    """Return the 8-bit float dtype that a layer keeps rows as, which need not be its engine's; None: the model's."""
+    return BYTE_FLOATS.get(layer.kv_cache_dtype)
 
 
 def scales(layer: Any) -> tuple[float, float]:

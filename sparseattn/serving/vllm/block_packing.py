@@ -15,7 +15,7 @@ NEAR = 0.25  # how far a number of 8 bits is from what was written, at most: vLL
 
 
 def packing_of(
-    layer: Any, dtype: torch.dtype, heads: int, block: int, size: int, eighths: torch.dtype | None = None
+    layer: Any, dtype: torch.dtype, heads: int, block: int, size: int, byte_floats: torch.dtype | None = None
 ) -> str:
     """Return the packing of a layer's cache, seen by letting the engine write rows and reading them.
 
@@ -23,22 +23,24 @@ def packing_of(
         layer: of the engine.
         dtype: of the rows.
         heads, block, size: KV heads, rows of a block, and channels.
-        eighths: the 8-bit floats that the cache holds; None: it holds rows as they are.
+        byte_floats: the 8-bit floats that the cache holds; None: it holds rows as they are.
 
     Raises:
         ValueError: a packing that is not known.
     """
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 2 * block, heads, size, generator=draw)
-    if eighths is not None:  # as large as their scales are made for
+    if byte_floats is not None:  # as large as their scales are made for
         rows *= torch.tensor(adapters.scales(layer))[:, None, None, None]
     rows = rows.to(dtype)
-    cache = torch.zeros(2, heads, block, 2 * size, dtype=dtype if eighths is None else torch.uint8)
+    cache = torch.zeros(2, heads, block, 2 * size, dtype=dtype if byte_floats is None else torch.uint8)
     adapters.write(layer, rows[0], rows[1], cache, torch.arange(2 * block))
     for packing in blocks.PACKINGS:
-        packed = read_as(layer, cache, packing, dtype, eighths)
+        packed = read_as(layer, cache, packing, dtype, byte_floats)
         read = [part(torch.arange(2), block) for part in (packed.keys, packed.values)]
-        if all(_alike(a.transpose(1, 2).flatten(0, 1), b, eighths is None) for a, b in zip(read, rows, strict=True)):
+        if all(
+            _alike(a.transpose(1, 2).flatten(0, 1), b, byte_floats is None) for a, b in zip(read, rows, strict=True)
+        ):
             return packing
     raise ValueError(
         f"the packing of vLLM's cache with {dtype} is not known: sparseattn reads {' and '.join(blocks.PACKINGS)}"
@@ -46,12 +48,12 @@ def packing_of(
 
 
 def read_as(
-    layer: Any, cache: torch.Tensor, packing: str, dtype: torch.dtype, eighths: torch.dtype | None
+    layer: Any, cache: torch.Tensor, packing: str, dtype: torch.dtype, byte_floats: torch.dtype | None
 ) -> BlockCache:
     """Return how a layer's cache is read, see `packing_of`."""
-    if eighths is None:
+    if byte_floats is None:
         return BlockCache(cache, packing)
-    return BlockCache(cache.view(eighths), packing, dtype, *adapters.scales(layer))
+    return BlockCache(cache.view(byte_floats), packing, dtype, *adapters.scales(layer))
 
 
 def _alike(read: torch.Tensor, written: torch.Tensor, exact: bool) -> bool:

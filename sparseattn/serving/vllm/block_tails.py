@@ -38,6 +38,8 @@ class BlockTails(PageSelector):
     def why_not_shared(self) -> str | None:
         if self.method.zone < 1:
             return "in vLLM all groups that are not read stand in: leave zone out"
+        if self.page > 1 and self.page % 16:
+            return f"in vLLM pages are a multiple of 16 rows, got {self.page}"
         if self.rows % 16:
             return f"in vLLM groups are a multiple of 16 rows, got {self.rows}: give rows=64"
         return self.inner.why_not_shared()
@@ -56,5 +58,5 @@ class BlockTails(PageSelector):
         return self.inner.bytes_once(query)
 
     def mean_bytes(self, size: int) -> int:
-        """Bytes of the means of an entry of a KV head."""
+        """Bytes of the means of an entry of a KV head: keys and values, of 16 bits."""
         return self.unit // self.rows * 2 * size * 2

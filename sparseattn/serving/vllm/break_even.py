@@ -61,7 +61,7 @@ def _depends_on(builder: Any, longest: int) -> dict[str, Any]:
         "vllm": installed.distribution(),
         "sparseattn": __version__,
         "shape": [builder.num_heads, builder.num_kv_heads, builder.head_dim, str(builder.dtype), builder.block],
-        "cache": str(builder.dtype if builder.eighths is None else builder.eighths),
+        "cache": str(builder.dtype if builder.byte_floats is None else builder.byte_floats),
         "packing": builder.packing,
         "methods": Counter(f"{impl.selector.label()}, {impl.pages} pages" for impl in builder.sparse),
         "zones": [builder.settings.sink, builder.settings.window],
@@ -95,14 +95,14 @@ class Steps:
         heads, size, block = builder.num_kv_heads, builder.head_dim, builder.block
         blocks = -(-rows // block)
         shape = blocks + 1, heads, block, 2 * size  # block 0 is vLLM's null block
-        held = builder.dtype if builder.eighths is None else builder.eighths
+        held = builder.dtype if builder.byte_floats is None else builder.byte_floats
         each = blocks * heads * block * 2 * size * held.itemsize
         draw = torch.Generator().manual_seed(0)
         sparse = [name for name, impl in builder.impls.items() if impl.sparse]
         count = min(-(-TOGETHER // each), len(sparse))
         self.names, self.layers = [sparse[i * len(sparse) // count] for i in range(count)], len(sparse)
         self.caches = [torch.empty(shape).normal_(generator=draw).to(held) for _ in self.names]
-        if builder.eighths is not None:
+        if builder.byte_floats is not None:
             self.caches = [cache.view(torch.uint8) for cache in self.caches]
         self.query = torch.empty(1, builder.num_heads, size, dtype=builder.dtype).normal_(generator=draw)
         self.row = torch.zeros(1, heads, size, dtype=builder.dtype)

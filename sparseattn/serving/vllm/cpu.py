@@ -3,8 +3,9 @@
 Everything that is not the decoding of a long sequence is the stock backend's: prefill, short sequences, layers with
 windows, drafts, and whatever runs unconfigured. So blocks keep the size and packing that suit its kernel. An
 entry of the index is made from the cache, once it is whole and a sequence that holds it is long enough to be decoded
-sparsely; a row that is written anew undoes it. That holds for chunked prefill, prefix hits (whole blocks), recycled
-blocks and preempted requests alike, and short sequences pay nothing.
+sparsely. A row that is written anew undoes it, and so does one that a KV connector may have loaded (`loaded_rows`).
+That holds for chunked prefill, prefix hits (whole blocks), recycled blocks and preempted requests alike, and short
+sequences pay nothing.
 """
 
 from __future__ import annotations
@@ -139,6 +140,10 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             return
         try:
             self._fit(settings)
+            if self.loaded is not None and self._running() is None:
+                raise RuntimeError(
+                    "no object around the builder knows a step's requests, whose rows a connector may load"
+                )
             self_test.check(self)  # compiles what a step runs, too
             if settings.measured:
                 self.settings = settings = break_even.measured(self)
@@ -164,14 +169,17 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         page, unit = settings.shape
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         layer = next(layer for layer in self.layers.values() if layer.impl in self.sparse)
-        self.eighths = adapters.eighths(self.vllm_config)
-        self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim, self.eighths)
+        kinds = {adapters.byte_floats(layer) for layer in self.layers.values() if layer.impl in self.sparse}
+        if len(kinds) > 1:
+            raise ValueError(f"sparse layers of one group keep rows as {kinds}: start vLLM with one kv_cache_dtype")
+        (self.byte_floats,) = kinds
+        self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim, self.byte_floats)
         zone_page = near_page(page, unit, self.packing)
         self.zones = PageZones(zone_page, unit, self.block, settings.sink, settings.window)
         self.loaded = None if self.vllm_config.kv_transfer_config is None else LoadedRows(unit, self.block)
         for impl in self.sparse:
             impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
-            impl.near, impl.rows_dtype, impl.eighths = zone_page, self.dtype, self.eighths
+            impl.near, impl.rows_dtype, impl.byte_floats = zone_page, self.dtype, self.byte_floats
         self.indexed = any(isinstance(impl.selector, PageSelector) for impl in self.sparse)
 
     def _say(self, settings: Settings, why: dict[str, str | None]) -> None:
@@ -218,19 +226,18 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
     def written(self, stock: CPUAttentionMetadata) -> None:
         """Take note of the entries of which a step writes a row: what the index holds of them is no longer so."""
         slots = stock.slot_mapping[: stock.num_actual_tokens].numpy()
-        places = slots[slots >= 0] // self.zones.unit
-        if len(places):
-            self._know(int(places.max()))
-            self.made[places] = False
+        self._undo(slots[slots >= 0] // self.zones.unit)
 
     def _undo_loaded(self, stock: CPUAttentionMetadata, loaded: LoadedRows) -> None:
-        """Take note of the entries of rows that a connector loaded, see `written`."""
+        """Take note of the entries of rows that a connector may have loaded, those of shared prefixes among them."""
         starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
-        if (runner := self._running()) is None:
-            raise RuntimeError("an engine with a KV connector runs a step for requests that sparseattn cannot name")
-        if (names := adapters.request_names(runner, len(rows))) is None:
-            return  # a step of random rows
-        places = loaded.places(names, starts[1:] - starts[:-1], rows, stock.block_table.numpy())
+        runner = self._running()
+        names = None if runner is None else adapters.request_names(runner, len(rows))
+        if names is not None:  # else a step of random rows, before an engine serves
+            self._undo(loaded.places(names, starts[1:] - starts[:-1], rows, stock.block_table.numpy()))
+
+    def _undo(self, places: Any) -> None:
+        """Let the entries at `places` `[n]` be made anew when they are needed."""
         if len(places):
             self._know(int(places.max()))
             self.made[places] = False
@@ -333,7 +340,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.sparse = False
         self.counter: Counter | None = None
         self.rows_dtype = torch.float32  # of rows that are read, and of the cache:
-        self.eighths: torch.dtype | None = None  # see `read_as`
+        self.byte_floats: torch.dtype | None = None  # see `read_as`
 
     def use(self, name: str, settings: Settings | None, dense: str | None, heads: Heads | None) -> None:
         """See `SparseCPUBuilder.use`; `dense`: why it stays so, None where it is sparse from now on; `heads`: which of
@@ -404,10 +411,14 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         return output
 
     def _rows_of(self, layer: Any, kv_cache: Tensor) -> BlockCache:
-        """Return the layer's rows, the same object as long as they lie where they lay."""
-        if self.cache is None or self.cache.packed.data_ptr() != kv_cache.data_ptr():
-            self.cache = read_as(layer, kv_cache, self.packing, self.rows_dtype, self.eighths)
-        return self.cache
+        """Return the layer's rows, the same object as long as they lie where they lay, at the same scales."""
+        cache = self.cache
+        moved = cache is None or cache.packed.data_ptr() != kv_cache.data_ptr()
+        if self.byte_floats is not None and cache is not None:
+            moved |= (cache.key_scale, cache.value_scale) != adapters.scales(layer)
+        if moved or cache is None:
+            cache = self.cache = read_as(layer, kv_cache, self.packing, self.rows_dtype, self.byte_floats)
+        return cache
 
     def _rows(self, grouped: Tensor, served: ServedRequests) -> Tensor:
         """`[R,Hs,S]`: the rows that the requests choose, see `Store.best`; those of one budget together."""
@@ -429,13 +440,15 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if not kv_cache.numel():
             return
         self.looked = True
-        if kv_cache.shape[1:] == self.shape and kv_cache[0, 0].is_contiguous():
+        held = self.rows_dtype if self.byte_floats is None else torch.uint8
+        if kv_cache.shape[1:] == self.shape and kv_cache[0, 0].is_contiguous() and kv_cache.dtype == held:
             return
         self.sparse = False
         self.group.remove(self)  # of the builder too; if it was the last to run, its first step stays uncounted
         heads, block, double = self.shape
-        own = f"of shape [blocks,{heads},{block},{double}] as in the self-test"
-        why = f"a layer's cache is of shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}, not {own}"
+        own = f"of {held} and shape [blocks,{heads},{block},{double}] as in the self-test"
+        found = f"of {kv_cache.dtype}, shape {list(kv_cache.shape)} and strides {list(kv_cache.stride())}"
+        why = f"a layer's cache is {found}, not {own}"
         mismatch.met(self.on_mismatch, ValueError(why))
 
     def _count(self, served: ServedRequests, kv_cache: Tensor) -> None:

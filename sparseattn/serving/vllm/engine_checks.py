@@ -15,7 +15,7 @@ from sparseattn.serving.vllm.settings import Settings, configured
 FULL = "full_attention"  # as transformers calls a layer's kind
 DRAFTS = ("ngram", "suffix", "draft_model")  # methods of speculative decoding whose drafts are served
 WHOLE = ("auto", "float32", "float16", "bfloat16")  # numbers of a cache as vLLM calls them
-EIGHTHS = ("fp8", "fp8_e4m3", "fp8_e5m2")
+BYTE_FLOATS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
 
 
@@ -43,10 +43,10 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
     """ValueError for an engine that cannot be served."""
     cache, device = vllm_config.cache_config, vllm_config.device_config.device_type
     if getattr(cache, "kv_offloading_size", None):
-        raise ValueError(
-            f"vLLM offloads the cache of GPUs alone, and on CUDA sparseattn's index does not notice what comes back "
-            f"(this engine runs on {device}): start vLLM without --kv-offloading-size"
-        )
+        why = "vLLM itself offloads the cache of GPUs alone"
+        if device != "cpu":
+            why = f"on {device} sparseattn's index does not notice rows that come back"
+        raise ValueError(f"{why}: start vLLM without --kv-offloading-size")
     if vllm_config.kv_transfer_config is not None and device != "cpu":
         raise ValueError(
             f"on CPUs sparseattn's index notices rows that a KV connector loads, and on {device} it does not: start "
@@ -58,11 +58,16 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
             f"drafts of the method {draft.method!r} come from layers that read the model's, which was not tried with "
             f"sparseattn: give --speculative-config a method of {', '.join(DRAFTS)}, or start without it"
         )
-    if cache.cache_dtype not in (WHOLE if device != "cpu" else (*WHOLE, *EIGHTHS)):
+    kept = cache.cache_dtype
+    if kept not in WHOLE and (device != "cpu" or kept not in BYTE_FLOATS):
         raise ValueError(
             f"sparseattn reads keys and values as floats of the model's type, and on CPUs as those of 8 bits "
-            f"({', '.join(EIGHTHS)}): start vLLM with kv_cache_dtype auto, got kv_cache_dtype {cache.cache_dtype} on "
-            f"{device}"
+            f"({', '.join(BYTE_FLOATS)}): start vLLM with kv_cache_dtype auto, got kv_cache_dtype {kept} on {device}"
+        )
+    if kept in BYTE_FLOATS and getattr(cache, "kv_cache_dtype_skip_layers", None):
+        raise ValueError(
+            f"with a cache of 8 bits all layers have it, got kv_cache_dtype {kept} and layers that skip it: start vLLM "
+            f"without --kv-cache-dtype-skip-layers"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 and device == "cpu":
@@ -82,9 +87,7 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
             f"quest:page=16"
         )
     if device != "cpu" and any(isinstance(made, BlockTails) for made in settings.each()):
-        raise ValueError(
-            f"tails are estimated on CPUs alone, got {settings.called!r} on {device}: serve its inner method"
-        )
+        raise ValueError(f"tails are estimated on CPUs alone, got {settings.called!r} on {device}: serve its inner one")
     _check_measured(vllm_config, settings)
     drafts = draft is not None and vllm_config.model_config is draft.draft_model_config
     if vllm_config.model_config is not None and not drafts:  # None: no model is served by this configuration

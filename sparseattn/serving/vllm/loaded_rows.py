@@ -1,9 +1,9 @@
-"""Rows that a KV connector put into blocks, known by nobody here having seen them written.
+"""Rows that a KV connector put into blocks: no step of this engine wrote them, which is how they are recognised.
 
-Every row that an engine computes goes by a builder, which undoes the entries of the index that held it. A connector
-loads rows from a disk or another engine into blocks that another request may have filled before. Neither scheduler nor
-connector tells a builder so. But a request that comes with rows behind it had them loaded, or shares a cached prefix
-with others: their entries are undone, and made anew from what lies there now.
+A builder sees where every row goes that its engine computes, and undoes the entry of the index that holds it. A
+connector loads rows from a disk or another engine into blocks that another request may have filled before. Neither
+scheduler nor connector tells a builder so. But a request that comes with rows had them loaded, or shares a cached
+prefix with others. The entries of these rows are undone, and made anew from what lies there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import numpy as np
 
 
 class LoadedRows:
-    """Which rows of each running request were seen to be written, or are known already.
+    """What is known of the rows of each running request.
 
     Args:
         unit, block: rows of an entry of the index, and of a block.
+
+    Attributes:
+        known: by request, how many of its rows were written by steps, or were found to be loaded, and their blocks.
     """
 
     def __init__(self, unit: int, block: int) -> None:
         self.unit, self.block = unit, block
-        self.known: dict[str, tuple[int, Any]] = {}  # by request, its rows and the blocks that they are in
+        self.known: dict[str, tuple[int, Any]] = {}
 
     def places(self, names: Sequence[str], new: Any, rows: Any, blocks: Any) -> Any:
         """Return the entries that hold rows which came from elsewhere, `[n]` int64, counted over all blocks.
@@ -31,9 +34,9 @@ class LoadedRows:
         A request that is missing from one step, as one that was preempted, is taken for a new one when it comes back.
 
         Args:
-            names: of a step's R requests.
-            new: `[R]`, rows that the step writes.
-            rows: `[R]`, of each request, the new ones among them.
+            names: of a step's R requests, in the order of what follows, all of numpy and of whole numbers.
+            new: `[R]`, how many rows the step writes of each.
+            rows: `[R]`, how many each has with them.
             blocks: `[R,M]`, the block table.
         """
         before, self.known, found = self.known, {}, []

@@ -15,7 +15,8 @@ from sparseattn.serving.vllm.page_index import AT_ONCE, Store
 
 
 class TailedStore(Store):
-    """Entries of the inner method, and means.
+    """Entries of the inner method, and means. Places and tables are of `selector`, whose entry may hold several of the
+    inner's.
 
     Args:
         selector: which has both.
@@ -25,35 +26,32 @@ class TailedStore(Store):
     def __init__(
         self, selector: BlockTails, places: int, heads: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.voted = None
-        self.each = selector.unit // selector.inner.unit
-        self.inner = Store(selector.inner, places * self.each, heads, size, dtype, device)
-        self.entries = self.inner.entries
+        self.inner_entries = selector.unit // selector.inner.unit  # of an entry
+        self.groups = selector.unit // selector.rows
+        super().__init__(selector.inner, places * self.inner_entries, heads, size, dtype, device)
         kept = half(torch.empty(0, dtype=dtype))
-        groups = places * (selector.unit // selector.rows)
-        keys, values = torch.zeros(2, heads, groups, size, dtype=kept, device=device)
+        keys, values = torch.zeros(2, heads, places * self.groups, size, dtype=kept, device=device)
         self.means: MeanRows = MeanRows(keys, values, selector.rows)
-        self.groups = selector.unit // selector.rows  # of an entry
 
     @property
     def nbytes(self) -> int:
-        return self.inner.nbytes + self.means.keys.nbytes + self.means.values.nbytes
+        return super().nbytes + self.means.keys.nbytes + self.means.values.nbytes
 
     def update_from(self, cache: BlockCache, places: Tensor) -> None:
-        self.inner.update_from(cache, _parts(places, self.each))
-        for some in _parts(places, self.groups).split(AT_ONCE):
+        super().update_from(cache, _parts(places, self.inner_entries))
+        for some in _parts(places, self.groups).split(max(1, AT_ONCE * 16 // self.means.rows)):
             for kept, read in ((self.means.keys, cache.keys), (self.means.values, cache.values)):
                 kept[:, some] = read(some, self.means.rows).float().mean(2).transpose(0, 1).to(kept.dtype)
 
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
-        return self.inner.scores(query, _entries(table, self.each))
+        return super().scores(query, _entries(table, self.inner_entries))
 
     def attend(self, query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, count: Any, scale: float) -> None:
         scores = self.scores(self.grouped(query, cache, pages), pages.table)
         attend_blocks(query, out, cache, pages, scores, count, scale, means=self.means)
 
     def best(self, query: Tensor, table: Tensor, count: int) -> Tensor:
-        return self.inner.best(query, _entries(table, self.each), count)
+        return super().best(query, _entries(table, self.inner_entries), count)
 
 
 def _parts(places: Tensor, each: int) -> Tensor:

@@ -26,8 +26,7 @@ from sparseattn.serving.vllm.self_test_rows import STEPS, TestRows, TestStep
 
 # How far outputs may be off, for values of unit variance. Rounding gave a tenth of it; rows of another place give 0.5.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# vLLM 0.32 multiplies e4m3 by matrix tiles as bfloat16 near the least that there is, where products vanish: 0.06 off.
-LOOSE = {torch.float8_e4m3fn: 0.2}
+LOOSE = 0.15  # of vLLM's own attention over e4m3 by matrix tiles: 0.06 was measured, with vLLM 0.32
 FEW, EVERY = 3, 1 << 20  # pages that a sparse step reads, of four or more, and one at full budget
 
 
@@ -92,9 +91,15 @@ class TestedLayer:
             if served is None or served.tokens.tolist() != long or self.counts.sparse != before + len(long):
                 raise ValueError(f"a {what} step of {len(long)} long sequences does not serve them sparsely")
         named = self._named(step, served)
-        off = float((out.float() - rows.expected(step, named, self._groups(step, served))).abs().max())
-        if not off <= LOOSE.get(self.builder.eighths, TOLERANCE[step.query.dtype]):
-            raise ValueError(f"a {what} step is off from attention over the rows that it names by {off:.2g}")
+        off = (out.float() - rows.expected(step, named, self._groups(step, served))).abs().amax((1, 2))  # [T]
+        allowed = torch.full_like(off, TOLERANCE[step.query.dtype])
+        if self.builder.byte_floats == torch.float8_e4m3fn and self.builder.packing == "pairs":
+            allowed.fill_(LOOSE)
+            allowed[[] if served is None else served.tokens] = TOLERANCE[step.query.dtype]
+        if not (off <= allowed).all():
+            raise ValueError(
+                f"a {what} step is off from attention over the rows that it names by {float(off.max()):.2g}"
+            )
 
     def check_keys(self) -> None:
         """ValueError where the keys that an index is made of are not those that were written."""
@@ -171,7 +176,7 @@ class RankedIndex:
         return self.last
 
     def attend(self, query: Tensor, out: Tensor, cache: BlockCache, pages: StepPages, count: int, scale: float) -> None:
-        grouped = query[pages.tokens].unflatten(1, (cache.packed.shape[1], -1))
+        grouped = Store.grouped(query, cache, pages)
         if self.store.voted is None:
             scores = self.scores(grouped, pages.table)
             attend_blocks(query, out, cache, pages, scores, count, scale, means=self.means)

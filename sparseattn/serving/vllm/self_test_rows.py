@@ -74,10 +74,10 @@ class TestRows:
         each = -(-most // self.block)
         free = torch.randperm(len(lengths) * each, generator=draw).int() + 1  # block 0 is vLLM's null block
         self.blocks = free.view(len(lengths), each)
-        self.reading = builder.packing, builder.dtype, builder.eighths
+        self.reading = builder.packing, builder.dtype, builder.byte_floats
         unused = torch.full((len(free) + 1, heads, self.block, 2 * size), UNUSED)
-        self.cache = unused.to(builder.dtype if builder.eighths is None else builder.eighths)
-        if builder.eighths is not None:
+        self.cache = unused.to(builder.dtype if builder.byte_floats is None else builder.byte_floats)
+        if builder.byte_floats is not None:
             self.cache = self.cache.view(torch.uint8)
         for request, count in enumerate(lengths):
             self._write([(request, torch.arange(count))])
@@ -153,14 +153,23 @@ class TestRows:
         return keys, values, slots
 
     def _take_rounded(self, spans: list[tuple[int, Tensor]]) -> None:
-        """Put the rows as 8 bits hold them in the place of those that were written. vLLM's dense attention over them,
-        which is compared first, says whether they are read as it reads them."""
+        """Replace rows by what the cache holds of them, of which vLLM cuts off the bits that do not fit.
+
+        Raises:
+            ValueError: what is read is further off than that.
+        """
         cache = self.held()
+        near, least = (0.125, 2.0**-9) if cache.packed.dtype == torch.float8_e4m3fn else (0.25, 2.0**-16)
+        most = torch.finfo(cache.packed.dtype).max
         for request, rows in spans:
             blocks = self.blocks[request].long()
-            for part, read in ((self.keys, cache.keys), (self.values, cache.values)):
-                every = read(blocks, self.block).transpose(1, 2).flatten(0, 1)  # [rows,H,D]
-                part[request, rows] = every[rows]
+            parts = (self.keys, cache.keys, cache.key_scale), (self.values, cache.values, cache.value_scale)
+            for part, read, scale in parts:
+                held = read(blocks, self.block).transpose(1, 2).flatten(0, 1)[rows]  # [n,H,D]
+                written = part[request, rows].float().clamp(-most * scale, most * scale)
+                if not torch.allclose(held.float(), written, rtol=near + 2**-8, atol=least * scale):
+                    raise ValueError("numbers read from a cache of 8 bits are not those that vLLM wrote")
+                part[request, rows] = held
 
     def _slots(self, request: int, rows: Tensor) -> Tensor:
         """`[n]` int64: where rows of a sequence lie in the cache."""

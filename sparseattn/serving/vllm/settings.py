@@ -158,7 +158,10 @@ class Settings:
         sizes = {(made.page, made.unit): made for made in self.each() if isinstance(made, PageSelector)}
         if len(sizes) > 1:
             first, second, *_ = (f"{made.label()} has {page} and {unit}" for (page, unit), made in sizes.items())
-            raise ValueError(f"in vLLM all layers of a plan have pages and entries of as many rows: {first}, {second}")
+            raise ValueError(
+                f"in vLLM all layers of a plan have pages and entries of as many rows: {first}, {second}; entries of a "
+                f"method with a tail have the tail's rows= at least"
+            )
         return next(iter(sizes), (PAGE, PAGE))
 
 
@@ -175,7 +178,7 @@ def servable(text: str) -> PageSelector | Window:
     if not isinstance(method, PageSelector):
         raise ValueError(
             f"vLLM's cache is kept by page, and {text} has another kind of index: serve quest, lowbit, "
-            f"querypq:artefact=FILE, window, or a PageSelector of your own, or one of these within tailed"
+            f"querypq:artefact=FILE or a PageSelector of your own, each by itself or within tailed, or window"
         )
     made = BlockTails(made, method) if isinstance(made, Tailed) else method
     if made.learns or made.find(Evicts):

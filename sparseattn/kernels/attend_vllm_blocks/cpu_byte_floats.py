@@ -2,7 +2,8 @@
 
 Both are 16-bit floats of which some bits are missing: e5m2 is the upper half of one, e4m3 has an exponent of four bits
 that is smaller by 8. So 16 numbers become floats by one shift and one conversion, subnormal ones too. What e4m3 is too
-small by, and the scale that a cache is kept at, are factors of the logits and of the output.
+small by, and the scale that a cache is kept at, are factors of the logits and of the output. vLLM writes no NaN, and
+e4m3's is read as 480.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.

@@ -38,7 +38,7 @@ def test_scales_of_a_checkpoint_are_multiplied_by(tmp_path: Path, dtype: str) ->
         layer = next(layer for layer in layers(llm).values() if layer.impl.sparse)
         layer._k_scale_float, layer._v_scale_float = 0.02, 3.0
         heads, block, size = layer.impl.shape[0], layer.impl.shape[1], layer.impl.shape[2] // 2
-        form = layer.impl.rows_dtype, heads, block, size, layer.impl.eighths
+        form = layer.impl.rows_dtype, heads, block, size, layer.impl.byte_floats
         packing = packing_of(layer, *form)
         assert packing == layer.impl.packing
         rows = torch.randn(2, block, heads, size).to(layer.impl.rows_dtype)
