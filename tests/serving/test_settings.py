@@ -78,7 +78,8 @@ class Config(SimpleNamespace):
         model = {"use_mla": False, "runner_type": "generate", "is_attention_free": False, "is_hybrid": False,
                  "hf_text_config": text, "disable_sliding_window": False, "max_model_len": 32768,
                  "get_total_num_hidden_layers": lambda: 4}  # fmt: skip
-        cache = {"cache_dtype": "auto", "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "none"}
+        cache = {"cache_dtype": "auto", "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "none",
+                 "kv_offloading_size": None, "kv_cache_dtype_skip_layers": []}  # fmt: skip
         parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
                     "pipeline_parallel_size": 1, "tensor_parallel_size": 1}  # fmt: skip
         parts = {"model_config": model, "cache_config": cache, "parallel_config": parallel}
@@ -112,19 +113,36 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
     assert engine_checks.settings_of(Config(additional_config={}, use_mla=True)) is None
     kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
     assert engine_checks.settings_of(Config(layer_types=kinds)) == Settings("quest", 2048)
+    assert engine_checks.settings_of(Config(kv_transfer_config="given", cache_dtype="fp8")) is not None
     assert engine_checks.settings_of(Config(mamba_cache_mode="align", enable_prefix_caching=False)) is not None
     assert engine_checks.settings_of(Config(layer_types=["hybrid"] * 4, is_hybrid=True, block_size=24)) is not None
+
+
+CUDA = SimpleNamespace(device_type="cuda")
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"kv_transfer_config": "given"}, "start vLLM without --kv-transfer-config"),
+        (
+            {"kv_transfer_config": "given", "device_config": CUDA},
+            "on cuda it does not: start vLLM without --kv-transfer-config",
+        ),
+        ({"kv_offloading_size": 1.0}, "vLLM itself offloads the cache of GPUs alone"),
+        (
+            {"kv_offloading_size": 1.0, "device_config": CUDA},
+            "on cuda sparseattn's index does not notice rows that come back",
+        ),
+        ({"settings": {"selector": "tailed"}, "device_config": CUDA}, "tails are estimated on CPUs alone"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "drafts of the method 'eagle' come from layers"),
-        ({"cache_dtype": "fp8_e4m3"}, "with kv_cache_dtype auto, got kv_cache_dtype fp8_e4m3"),
+        (
+            {"cache_dtype": "fp8_e4m3", "device_config": CUDA},
+            "with kv_cache_dtype auto, got kv_cache_dtype fp8_e4m3 on cuda",
+        ),
+        ({"cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": ["1"]}, "with a cache of 8 bits all layers have it"),
         ({"pipeline_parallel_size": 2}, "start it without --pipeline-parallel-size, got 2"),
         (
-            {"settings": {"selector": "lowbit"}, "device_config": SimpleNamespace(device_type="cuda")},
+            {"settings": {"selector": "lowbit"}, "device_config": CUDA},
             "single rows are read on CPUs alone, and 'lowbit' chooses them",
         ),
         ({"decode_context_parallel_size": 2}, "context parallelism splits a sequence over ranks"),

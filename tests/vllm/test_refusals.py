@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from sparseattn.serving.vllm import installed
 from sparseattn.serving.vllm.counters import stats
-from sparseattn.serving.vllm.engine_checks import settings_of
 from sparseattn.serving.vllm.settings import VARIABLE, parse
 
 
@@ -41,7 +40,6 @@ def configure(model: Path, sparse: Any, **given: Any) -> Any:
     return EngineArgs(model=str(model), additional_config=additional, **arguments).create_engine_config()
 
 
-CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 EAGLE = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}
 
 
@@ -72,26 +70,6 @@ def test_what_cannot_be_served_is_refused_before_anything_is_started(
     assert configure(model, None, **given) is not None, "stock vLLM takes it"
     with pytest.raises(ValueError, match=said):
         configure(model, {**SPARSE, **changed}, **given)
-
-
-@pytest.mark.parametrize(
-    ("changed", "given", "said"),
-    [
-        ({}, {"kv_cache_dtype": "fp8"}, "got kv_cache_dtype fp8 on cuda"),
-        ({}, {"kv_transfer_config": CONNECTOR}, "on cuda it does not: start vLLM without --kv-transfer-config"),
-        ({}, {"kv_offloading_size": 1.0}, "on cuda sparseattn's index does not notice rows that come back"),
-        ({"selector": "tailed"}, {}, "tails are estimated on CPUs alone"),
-    ],
-    ids=str,
-)
-def test_what_cpus_serve_alone_is_refused_on_cuda(
-    model: Path, changed: dict[str, Any], given: dict[str, Any], said: str
-) -> None:
-    config = configure(model, None, **given)
-    config.device_config.device_type = "cuda"
-    config.additional_config = {"sparseattn": {**SPARSE, **changed}}
-    with pytest.raises(ValueError, match=said):
-        settings_of(config)
 
 
 def test_models_of_which_nothing_would_be_sparse_are_refused(latent: Path, tmp_path: Path) -> None:
