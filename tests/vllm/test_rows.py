@@ -56,8 +56,8 @@ def test_rows_are_those_that_a_cache_of_the_same_keys_chooses(
     selector, calls = method(text, files), []
     attend = cpu.attend_rows
 
-    def watched(query: Any, out: Any, cache: BlockCache, pages: Any, ids: Any, scale: float) -> None:
-        attend(query, out, cache, pages, ids, scale)
+    def watched(query: Any, out: Any, cache: BlockCache, pages: Any, ids: Any, scale: float, means: Any) -> None:
+        attend(query, out, cache, pages, ids, scale, means=means)
         calls.append((query[pages.tokens].clone(), cache, pages, ids))
 
     settings = {**SPARSE, "selector": selector, "sink": 64, "window": WINDOW}
