@@ -31,6 +31,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparseattn.core.context import Heads
+from sparseattn.serving.vllm.defaults import BYTE_FLOATS
 
 __all__ = [
     "Attention",
@@ -43,7 +44,6 @@ __all__ = [
 ]
 
 logger = init_logger("vllm.sparseattn")
-BYTE_FLOATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def block_rows(builder: Any) -> int:
@@ -53,7 +53,9 @@ def block_rows(builder: Any) -> int:
 
 def byte_floats(layer: Any) -> torch.dtype | None:
     """Return the 8-bit float dtype that a layer keeps rows as, which need not be its engine's; None: the model's."""
-    return BYTE_FLOATS.get(layer.kv_cache_dtype)
+    name = BYTE_FLOATS.get(layer.kv_cache_dtype)
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
 
 
 def scales(layer: Any) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The method, budget and dense rows that the vLLM plug-in serves by default."""
+"""The method, budget and dense rows that the vLLM plug-in serves by default, and vLLM's words that it knows."""
 
 from __future__ import annotations
 
@@ -12,3 +12,6 @@ ABOVE = 8000  # rows of a sequence, up to which its attention is dense
 
 # What an engine does that is not as sparseattn knows it.
 REFUSE, STOCK = "refuse", "stock"
+
+# Caches of 8 bits as vLLM calls them -> the dtype of their numbers as torch calls it.
+BYTE_FLOATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}

@@ -8,14 +8,13 @@ from sparseattn.core.no_effect import idle_above, refuse
 from sparseattn.serving.vllm import mismatch
 from sparseattn.serving.vllm.above import AUTO
 from sparseattn.serving.vllm.block_tails import BlockTails
-from sparseattn.serving.vllm.defaults import ABOVE
+from sparseattn.serving.vllm.defaults import ABOVE, BYTE_FLOATS
 from sparseattn.serving.vllm.installed import why_not_on_cuda, why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured
 
 FULL = "full_attention"  # as transformers calls a layer's kind
 DRAFTS = ("ngram", "suffix", "draft_model")  # methods of speculative decoding whose drafts are served
 WHOLE = ("auto", "float32", "float16", "bfloat16")  # numbers of a cache as vLLM calls them
-BYTE_FLOATS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
 
 
