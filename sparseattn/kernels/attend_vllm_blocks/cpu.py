@@ -23,7 +23,7 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import factors, flat
 from sparseattn.kernels.attend_vllm_blocks.cpu_means import groups_of, means_of, means_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
 from sparseattn.kernels.attend_vllm_blocks.cpu_rows import attend_rows as attend_rows
-from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import joined
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, storage_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, STEP, use_threads
@@ -64,11 +64,7 @@ def _attend(queries, blocks, form, packing, tables, scores, limits, ids, means, 
                 packing, own, (cache, block_step, head * head_step), form, (always[r], tails[r], table[r], ids[which]),
                 (split, parts), part,
             )  # fmt: skip
-    for which in range(lists):
-        r, s = which // chosen, which % chosen
-        for k in range(share):
-            to = tokens[r] * out_step + (s * share + k) * size
-            join(acc[which], peak[which], total[which], k, size, factor, out, to)
+    joined(sums, tokens, chosen, size, out, out_step, factor)
 
 
 def attend(

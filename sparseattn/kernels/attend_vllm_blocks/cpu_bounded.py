@@ -20,7 +20,7 @@ from torch import Tensor
 from sparseattn.kernels.attend_vllm_blocks.blocks import BoundedPages, StepPages
 from sparseattn.kernels.attend_vllm_blocks.cpu_byte_floats import factors, kind_of
 from sparseattn.kernels.attend_vllm_blocks.cpu_part import PART_ROWS, PARTS, best_within, packed_as, page_part
-from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import joined
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import KINDS, LOG2E, array_at
@@ -115,18 +115,6 @@ def _attended(packing, queries, blocks, heads, per, names, ids, unit, sums):
     )  # fmt: skip
 
 
-@njit
-def _joined(sums, tokens, chosen, size, out, out_step, factor):
-    """Join the parts of all lists, `chosen` of each token, in `out`."""
-    acc, peak, total = sums
-    lists, share = total.shape[0], total.shape[2]
-    for which in range(lists):
-        r, s = which // chosen, which % chosen
-        for k in range(share):
-            to = tokens[r] * out_step + (s * share + k) * size
-            join(acc[which], peak[which], total[which], k, size, factor, out, to)
-
-
 @entry(parallel=True, cache=True, nogil=True)
 def _attend_bounded(kind, packed, query_at, query_step, out_at, out_step, layer, scale, factor, root, splits, form):
     """Attend to pages chosen by bounds; kind: what queries and bounds are; packed: what rows are; ..._at, ..._step:
@@ -174,7 +162,7 @@ def _attend_bounded(kind, packed, query_at, query_step, out_at, out_step, layer,
     names = always, tails, table, tokens
     for unit in prange(lists * splits):
         _attended(packing, queries, blocks, heads, per, names, ids, unit, sums)
-    _joined(sums, tokens, heads * per, size, out, out_step, factor)
+    joined(sums, tokens, heads * per, size, out, out_step, factor)
 
 
 class Place:

@@ -28,7 +28,7 @@ from sparseattn.kernels.attend_vllm_blocks.cpu_products import (
     _page_logits,
     _page_values,
 )
-from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import join
+from sparseattn.kernels.attend_vllm_blocks.cpu_softmax import joined
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, read, storage_of
@@ -171,11 +171,7 @@ def _attend_rows(queries, blocks, form, paired, tables, ids, listed, means, mean
                 paired, own, (cache, block_step, head * head_step), (block, tile),
                 (places[which, begin:stop], masks[which, begin:stop]), part,
             )  # fmt: skip
-    for which in range(lists):
-        r, s = which // chosen, which % chosen
-        for k in range(share):
-            to = tokens[r] * out_step + (s * share + k) * size
-            join(acc[which], peak[which], total[which], k, size, factor, out, to)
+    joined(sums, tokens, chosen, size, out, out_step, factor)
 
 
 def attend_rows(

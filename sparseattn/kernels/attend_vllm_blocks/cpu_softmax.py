@@ -70,3 +70,16 @@ def join(acc, peak, total, k, size, factor, out, o):
     by = factor / whole if whole != 0 else np.float32(0)
     for d in range(size):
         _store(out, o + d, sums[d] * by)
+
+
+@njit
+def joined(sums, tokens, chosen, size, out, out_step, factor):
+    """Join the parts of all lists, `chosen` of each token, see `join`, in the rows `tokens` `[R]` of `out`, which are
+    `out_step` apart."""
+    acc, peak, total = sums
+    lists, share = total.shape[0], total.shape[2]
+    for which in range(lists):
+        r, s = which // chosen, which % chosen
+        for k in range(share):
+            to = tokens[r] * out_step + (s * share + k) * size
+            join(acc[which], peak[which], total[which], k, size, factor, out, to)
