@@ -105,6 +105,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.tokens.loki import Loki as Loki
     from sparseattn.selectors.tokens.lowbit import LowBit as LowBit
     from sparseattn.selectors.tokens.pariskv import ParisKV as ParisKV
+    from sparseattn.selectors.tokens.pillar import Pillar as Pillar
     from sparseattn.selectors.tokens.pq import PQ as PQ
     from sparseattn.selectors.tokens.pqcache import PQCache as PQCache
     from sparseattn.selectors.tokens.querypq import QueryPQ as QueryPQ

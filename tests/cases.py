@@ -60,6 +60,7 @@ from sparseattn import (
     PageMass,
     ParisKV,
     PerfectBuckets,
+    Pillar,
     PQCache,
     PyramidKV,
     Quad,
@@ -356,8 +357,8 @@ SECOND = {
     "a2ats-each", "adamas-sum", "bridge-few", "d2o-weigh", "doublesparsity-wide",
     "exact-layer", "exact-static", "freekv-next",
     "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
-    "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pq-each",
-    "querypq-keys", "querypq-page",
+    "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pillar-newest",
+    "pq-each", "querypq-keys", "querypq-page",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
     "tailed-saap", "topp-group", "topp-querypq", "twostage-codes", "twostage-estimate", "twostage-querypq",
@@ -510,6 +511,8 @@ CASES = [
     Case(
         "freekv-querypq", lambda: FreeKV(QueryPQ(8, 8, share=1.0), 0.0), lambda: FreeKV(QueryPQ(8, 8, share=1.0), 0.0)
     ),
+    Case("pillar", Pillar, Pillar),
+    Case("pillar-newest", lambda: Pillar(0), lambda: Pillar(0)),
     Case("hata", lambda: Hata(bits=24), lambda: Hata(bits=24)),
     Case("hata-each", lambda: Hata(bits=16, group="each"), lambda: Hata(bits=16, group="each")),
     Case("hashattention", lambda: HashAttention(bits=24), lambda: HashAttention(bits=24)),

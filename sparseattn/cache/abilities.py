@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sparseattn.selectors.abilities import (
     Evicts,
+    FollowsChecks,
     FollowsMoves,
     HasTail,
     LooksAhead,
@@ -25,6 +26,7 @@ class Abilities:
         observers: are shown what a step's selection got.
         tail: has rows of its own to attend to; None: nobody has.
         evictors: drop rows.
+        check_followers: are shown the queries of dense passes.
         followers: follow rows that are moved when others are freed.
         key_readers, rounded_readers: have a view of the sealed keys, or of their codes.
         looks_ahead, weighs_unsealed: whether any part asks for a query foreseen, or for the weight of what is read
@@ -34,6 +36,7 @@ class Abilities:
     observers: tuple[Observes, ...]
     tail: HasTail | None
     evictors: tuple[Evicts, ...]
+    check_followers: tuple[FollowsChecks, ...]
     followers: tuple[FollowsMoves, ...]
     key_readers: tuple[ReadsKeys, ...]
     rounded_readers: tuple[ReadsRoundedKeys, ...]
@@ -54,6 +57,7 @@ class Abilities:
             tuple(selector.find(Observes)),
             tails[0] if tails else None,
             tuple(selector.find(Evicts)),
+            tuple(selector.find(FollowsChecks)),
             tuple(selector.find(FollowsMoves)),
             tuple(selector.find(ReadsKeys)),
             tuple(selector.find(ReadsRoundedKeys)),

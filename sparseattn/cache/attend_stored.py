@@ -10,6 +10,7 @@ from sparseattn.core.selection import Selection
 from sparseattn.kernels.attend.dispatch import ATTEND, attend
 from sparseattn.kernels.attend.merge import merge, share
 from sparseattn.kernels.implementations import choose
+from sparseattn.kernels.weights_given.dispatch import log_sums
 
 COMPILED = ("numba", "triton")  # implementations of `attend` that read rows in place
 # Queries of a KV head, beyond which torch's blocked products make up for a copy of the rows. On 2 cores 36 queries over
@@ -69,7 +70,7 @@ def with_new_rows(
     *,
     scale: float | None = None,
     impl: str | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attention of n new tokens over every stored row and over each other, before they are stored.
 
     Args:
@@ -80,7 +81,7 @@ def with_new_rows(
         scale, impl: as of `attend`.
 
     Returns:
-        `[B,H,G,n,D]` in the query's dtype.
+        `[B,H,G,n,D]` in the query's dtype; the log-sum-exp `[B,H,G,n]` float32, -inf where a token sees no row.
     """
     (keys, values), group = new, query.shape[2]
     folded = query.flatten(2, 3)  # [B,H,Gn,D]: one pass over the rows serves all tokens and all heads of a group
@@ -90,8 +91,24 @@ def with_new_rows(
     logits = logits.masked_fill(~seen.repeat(1, 1, group, 1), -torch.inf)
     total = logits.logsumexp(-1)
     mine = share(logits, total[..., None]) @ values.float(), total
-    out, _ = merge(torch.stack([stored[0].float(), mine[0]]), torch.stack([stored[1].float(), mine[1]]))
-    return out.to(query.dtype).unflatten(2, (group, -1))
+    out, lse = merge(torch.stack([stored[0].float(), mine[0]]), torch.stack([stored[1].float(), mine[1]]))
+    return out.to(query.dtype).unflatten(2, (group, -1)), lse.unflatten(2, (group, -1))
+
+
+def sums_seen(query: Tensor, keys: Tensor, seen: Tensor, *, scale: float | None = None) -> Tensor:
+    """Return the log-sum-exp of each query over the keys that it sees, as `with_new_rows` returns it.
+
+    Args:
+        query: `[B,H,G,n,D]`.
+        keys: `[B,H,N,D]`.
+        seen: `[B,1,n,N]` or, of each query head, `[B,HG,n,N]` bool.
+        scale: as of `attend`.
+    """
+    heads, group = query.shape[1:3]
+    apart = seen.shape[1] > 1
+    seen = seen.unflatten(1, (heads, group)).flatten(2, 3) if apart else seen.repeat(1, 1, group, 1)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return log_sums(query.flatten(2, 3), keys, seen, factor).unflatten(2, (group, -1))
 
 
 def _all_sealed(cache: KVCache) -> Selection:

@@ -13,6 +13,7 @@ from sparseattn.codecs.base import RowCodec
 from sparseattn.core.budget import Allowance
 from sparseattn.selectors.abilities import (
     Evicts,
+    FollowsChecks,
     FollowsLayers,
     HasTail,
     LearnsFromQueries,
@@ -27,6 +28,7 @@ from sparseattn.selectors.base import Selector
 NEEDS_ALL = {
     LearnsFromQueries: "learns from what the prompt's queries give to all of its rows",
     Observes: "learns from what its rows weighed among all that were read",
+    FollowsChecks: "learns from what full attention gives to all of its rows",
     Evicts: "drops rows by what they weigh among all",
     HasTail: "has rows that stand for all that is not read",
     WeighsUnsealed: "goes by what its rows weigh beside those that every query reads",

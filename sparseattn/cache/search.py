@@ -218,6 +218,26 @@ class Search:
         return self.latest_tail
 
     @property
+    def follows_checks(self) -> int:
+        """Of how many tokens of a dense pass over stored rows the selector, or a part of it, is shown the queries; 0:
+        none, as before rows are sealed."""
+        followers = self.abilities.check_followers
+        return max(part.tokens_followed for part in followers) if followers and self.stored.zones.zone else 0
+
+    def checked(self, queries: Tensor, total: Tensor) -> None:
+        """Tell parts that follow dense passes of one, see `FollowsChecks`: its newest tokens, at most `follows_checks`.
+
+        Args:
+            queries: `[B,H,G,n,D]`.
+            total: `[B,H,G,n]` float32, +inf for padding.
+        """
+        if (device := self.stored.sealed.device) is not None:
+            queries, total = queries.to(device), total.to(device)
+        for part in self.abilities.check_followers:
+            newest = slice(-part.tokens_followed, None)
+            part.checked(queries[:, :, :, newest].flatten(2, 3), total[..., newest].flatten(2, 3))
+
+    @property
     def observed(self) -> bool:
         """Whether the selector, or a part of it, learns from what a step's selection got."""
         return bool(self.abilities.observers) and self.stored.zones.zone > 0

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.cache.all_rows import copy_rows, everything
-from sparseattn.cache.attend_stored import in_place, with_new_rows
+from sparseattn.cache.attend_stored import in_place, sums_seen, with_new_rows
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.activity import LayerActivity
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
@@ -219,22 +219,25 @@ class SparseLayer(CacheLayerMixin):
                 call = Call(call.module, queries, keys, values, mask, call.options)
             return delegate(call, run.original)[0]
         block = self._block(call.mask, new, run).to(call.key.device)  # [B,1,n,n]
-        outs = [self._attend_stored(heads, call, new, block) for heads in self.parts]  # each [B,h,G,n,D]
+        outs = [self._attend_stored(heads, call, new, block, run) for heads in self.parts]  # each [B,h,G,n,D]
         self._store(call, query, 0, new, run)
         return self._joined(outs).flatten(1, 2).transpose(1, 2)
 
-    def _attend_stored(self, heads: SparseHeads, call: Call, new: int, block: Tensor) -> Tensor:
+    def _attend_stored(self, heads: SparseHeads, call: Call, new: int, block: Tensor, run: Run) -> Tensor:
         """Return `[B,h,G,n,D]` of a part's heads: the first `new` tokens over what it holds and over each other.
 
         Stored rows lie without padding and perhaps in a selector's order. All of them are before the new ones. `block`,
         the part of the model's mask that is of the new tokens, says what these see of each other.
         """
-        part, num_kv_heads = slice(0, new), call.key.shape[1]
+        part, num_kv_heads, followed = slice(0, new), call.key.shape[1], heads.rows.search.follows_checks
         group = call.query.shape[1] // num_kv_heads
         if in_place(heads.rows, group * new):
             query = heads.of_queries(call.query, num_kv_heads)[:, :, part].unflatten(1, (-1, group))
             mine = heads.of(call.key)[:, :, part], heads.of(call.value)[:, :, part]
-            return with_new_rows(query, heads.rows, mine, block, scale=call.scale, impl=self.impl)
+            out, total = with_new_rows(query, heads.rows, mine, block, scale=call.scale, impl=self.impl)
+            if followed:
+                self._checked(heads, query, total, new, run)
+            return out
         keys, values, valid = everything(heads.rows)
         stored, count = keys.shape[2], keys.shape[1]
         block = heads.of_queries(block, num_kv_heads)
@@ -255,7 +258,18 @@ class SparseLayer(CacheLayerMixin):
             keys, values, grouped = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), False
         query = heads.of_queries(call.query, num_kv_heads)[:, :, part]
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=grouped)
+        if followed:
+            asked = query[:, :, -followed:].unflatten(1, (count, group))  # [B,h,G,m,D]
+            total = sums_seen(asked, keys, mask[:, :, -followed:], scale=call.scale)
+            self._checked(heads, asked, total, new, run)
         return out.unflatten(1, (count, group))
+
+    def _checked(self, heads: SparseHeads, queries: Tensor, total: Tensor, new: int, run: Run) -> None:
+        """Tell a part's selector of a dense pass: queries `[B,h,G,m,D]` of its newest tokens, and what these sum to."""
+        if run.positions is not None:
+            real = (run.positions[:, new - total.shape[3] : new] >= 0).to(total.device)
+            total = total.masked_fill(~real[:, None, None], torch.inf)
+        heads.rows.search.checked(queries, total)
 
     def _block(self, mask: Any, new: int, run: Run) -> Tensor:
         """Return `[B,1,n,n]` bool: which of the `new` tokens each of them sees."""

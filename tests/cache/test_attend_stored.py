@@ -38,7 +38,7 @@ def test_new_tokens_see_every_stored_row_and_those_before_them(
     cache, keys, values = _filled(selector.clone(), lengths, sealed)
     query = torch.randn(len(lengths), H, G, NEW, D)
     new = tuple(torch.randn(2, len(lengths), H, NEW, D))
-    out = stored.with_new_rows(query, cache, new, SEEN, scale=0.3)
+    out, lse = stored.with_new_rows(query, cache, new, SEEN, scale=0.3)
     for b, length in enumerate(lengths):
         mine, theirs = (
             torch.cat([x[b, :, -length:], y[b]], 1).double() for x, y in zip((keys, values), new, strict=True)
@@ -46,6 +46,7 @@ def test_new_tokens_see_every_stored_row_and_those_before_them(
         logits = query[b].double() @ mine[:, None].mT * 0.3  # [H,G,n,N]
         logits[..., length:] = logits[..., length:].masked_fill(~SEEN[0, 0], -torch.inf)
         torch.testing.assert_close(out[b].double(), logits.softmax(-1) @ theirs[:, None], rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[b].double(), logits.logsumexp(-1), rtol=0, atol=1e-5)
     assert not sealed or max(lengths) < 8 or int(cache.sealed.max()) > 0
 
 

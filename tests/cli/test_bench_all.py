@@ -57,7 +57,7 @@ BUCKETS = {
 }  # of a model: of a file for it, its layers or its RoPE
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
 LEARN |= {"a2sf", "fastgen", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
-LEARN |= {"d2o", "elasticcache", "kvmerger"}
+LEARN |= {"d2o", "elasticcache", "kvmerger", "pillar"}
 WIDE = {"infllm": 128, "infllm2": 64, "skipsoftmax": 128}  # rows that these read at a time
 
 

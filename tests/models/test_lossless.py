@@ -14,6 +14,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from sparseattn.models import sparse_layer  # noqa: E402
 from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.drafts.length import AutoLength  # noqa: E402
 from sparseattn.models.drafts.rejection import accept_sampled  # noqa: E402
@@ -21,11 +22,12 @@ from sparseattn.models.errors import ModelError  # noqa: E402
 from sparseattn.models.load import encode, load_model  # noqa: E402
 from sparseattn.models.lossless import Lossless, generate_lossless  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
+from sparseattn.selectors.tokens.pillar import Pillar  # noqa: E402
 from sparseattn.traces.texts import read_named  # noqa: E402
 from tests.models.tiny import SMALL, padded, prompt, small  # noqa: E402
 
 NEW = 24
-DRAFTS = {"quest:page=4": 8, "window": None, "exact": 8, "querypq": 8}
+DRAFTS = {"quest:page=4": 8, "window": None, "exact": 8, "querypq": 8, "pillar": 8}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "phi3", "gpt_neox")]
 
 
@@ -75,10 +77,37 @@ def test_drafts_that_read_every_row_are_all_accepted(model: Any) -> None:
 
 
 @pytest.mark.parametrize("draft", [0, 1, 5])
-@pytest.mark.parametrize("selector", ["quest:page=4", "window"])
+@pytest.mark.parametrize("selector", ["quest:page=4", "window", "pillar"])
 def test_sequences_of_a_padded_batch_accept_differently(model: Any, selector: str, draft: int) -> None:
     out = lossless(model, padded(), selector, 8, draft)
     assert torch.equal(out.sequences, dense(model, padded()))
+
+
+def test_checks_tell_drafts_what_rows_weigh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of attention in place are those of all logits, which torch makes; padding gives nothing."""
+    pytest.importorskip("numba")
+    told: list[tuple[Tensor, Tensor]] = []
+    checked = Pillar.checked
+
+    def noted(self: Pillar, queries: Tensor, total: Tensor) -> None:
+        checked(self, queries, total)
+        told.append((total, self._given(self.stored_keys()).masked_fill(self.weights.data.isneginf(), 0)))
+
+    monkeypatch.setattr(Pillar, "checked", noted)
+    runs = []
+    for in_place in (sparse_layer.in_place, lambda *_: False):
+        monkeypatch.setattr(sparse_layer, "in_place", in_place)
+        told.clear()
+        out = lossless(model, padded(), "pillar:queries=2", 8, 3)
+        assert torch.equal(out.sequences, dense(model, padded()))
+        runs.append([*told])
+    assert len(runs[0]) == len(runs[1]) > 3
+    for (total, weights), (expected, others) in zip(*runs, strict=True):
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-3)
+        torch.testing.assert_close(weights, others, rtol=0, atol=1e-3)
+        assert bool((weights.sum(-1) <= total.isfinite().sum(-1) + 1e-3).all())
+    if model.config.model_type == "llama":  # whose sequences accept apart: one that has ended is fed padding
+        assert any(bool(total.isinf().any()) for total, _ in runs[0])
 
 
 @pytest.mark.parametrize("draft", [1, 4])
@@ -395,7 +424,7 @@ def test_layers_that_stay_dense(llama: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("selector", ["quest", "lowbit", "querypq", "window"])
+@pytest.mark.parametrize("selector", ["quest", "lowbit", "querypq", "window", "pillar"])
 def test_smollm2(selector: str) -> None:
     """In float32 the same tokens; in bfloat16 up to the first tie."""
     model, tokenizer = load_model("smollm2")

@@ -214,6 +214,16 @@ def _logits(asked, keys, count, held, sums, weights):
         t += TILE_ROWS
 
 
+@njit
+def logits(asked, keys, count, out):
+    """Logits `[share,ROWS]`, flat, of up to `ROWS` rows, rounded up to whole tiles; asked and keys as of `add_rows`."""
+    (room, share, size, scale), (rows, at) = asked, keys
+    _, parts, _, tiled, held, _, _, shapes = _views(room, share, size)
+    begin(shapes)
+    _logits((tiled, share, size, scale), (rows, at), count, held, parts, out)
+    released()
+
+
 @njit  # not fastmath, under which `powers` may not be reordered
 def _softmax(weights, w, biased, more, count, whole, peak, total, g):
     """Make weights of the logits of `whole` rows, of which `count` are there, `more` added to them if they are biased;

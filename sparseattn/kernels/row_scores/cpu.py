@@ -19,7 +19,7 @@ PART = 512  # rows that a thread scores at a time
 
 
 @njit(fastmath=set(FAST))
-def _scores_of_part(query, share, size, keys, at, step, first, last, out):
+def scores_of_part(query, share, size, keys, at, step, first, last, out):
     """`out[:, first:last]` of `[G,N]`; query: `[G*D]` float32."""
     for n in range(first, last):
         row = at + n * step
@@ -40,7 +40,7 @@ def _row_scores(query, keys, steps, heads, out):
         for d in range(len(own)):
             own[d] = read(flat, d)
         at = which // heads * steps[0] + which % heads * steps[1]
-        _scores_of_part(own, share, len(own) // max(share, 1), keys, at, steps[2], first, min(first + PART, rows),
+        scores_of_part(own, share, len(own) // max(share, 1), keys, at, steps[2], first, min(first + PART, rows),
                         out[which])  # fmt: skip
 
 

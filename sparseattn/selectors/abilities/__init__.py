@@ -7,6 +7,7 @@ from sparseattn.selectors.abilities.biases import Biases
 from sparseattn.selectors.abilities.compares_heads import ComparesHeads
 from sparseattn.selectors.abilities.estimates_mass import EstimatesMass
 from sparseattn.selectors.abilities.evicts import Evicts
+from sparseattn.selectors.abilities.follows_checks import FollowsChecks
 from sparseattn.selectors.abilities.follows_layers import FollowsLayers
 from sparseattn.selectors.abilities.follows_moves import FollowsMoves
 from sparseattn.selectors.abilities.has_tail import HasTail
@@ -26,6 +27,7 @@ __all__ = [
     "ComparesHeads",
     "EstimatesMass",
     "Evicts",
+    "FollowsChecks",
     "FollowsLayers",
     "FollowsMoves",
     "HasTail",

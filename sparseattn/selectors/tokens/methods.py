@@ -194,4 +194,14 @@ METHODS = {
         needs="the prompt's queries, and each query predicted; a model in `SparseCache` has none",
         runs="torch, simulated",
     ),
+    "pillar": MethodRow(
+        "tokens.pillar:Pillar",
+        "SparseSpec, 2512.01278",
+        reads="the tokens that the last pass of full attention gave the most weight",
+        faithful="weights summed over a check's tokens and over the group, by a pass over the keys of its own",
+        departs="the prompt's last queries choose first, where its code begins with the newest tokens; these are the "
+        "window's and not the budget's",
+        builds="the weights that the prompt's last queries give",
+        needs="the prompt's last queries, and checks of drafts (`generate_lossless`)",
+    ),
 }

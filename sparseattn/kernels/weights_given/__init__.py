@@ -1,0 +1,1 @@
+"""What queries give to rows: softmax weights, summed over the queries of a KV head."""

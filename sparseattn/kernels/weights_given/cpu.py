@@ -1,0 +1,102 @@
+"""What queries give to rows, compiled by numba for the CPU: each key is read once, by matrix tiles for many queries."""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from sparseattn.kernels.attend.cpu_tiles import FEWEST, ROWS, fit, logits, prepare, room_for
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_rows import LOG2E, as_bits, flat_rows, read
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.numba_vectors import FLOATS, LANES, place_in, powers, splat
+from sparseattn.kernels.row_scores.cpu import scores_of_part
+
+PART = 16 * ROWS  # rows that a thread takes at a time
+
+
+@intrinsic
+def _add_powers(typing, out, to, numbers, at, count, total):
+    """Add to `out[to:to + count]` 2 to the distance of `numbers[at:]` from `total`; `count` is a multiple of 16."""
+
+    def code(context, builder, signature, arguments):
+        out_, to_, numbers_, at_, count_, total_ = arguments
+        whole = splat(builder, total_, FLOATS)
+        none, lanes = ir.Constant(at_.type, 0), ir.Constant(at_.type, LANES)
+        with cgutils.for_range_slice(builder, none, count_, lanes, intp=at_.type) as (n, _):
+            place = place_in(context, builder, out, out_, builder.add(to_, n), FLOATS)
+            source = place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS)
+            power = powers(builder, builder.fsub(builder.load(source, align=4), whole))
+            builder.store(builder.fadd(builder.load(place, align=4), power), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, numbers, types.intp, types.intp, types.float32), code
+
+
+@njit
+def _weights_of_part(query, scaled, share, size, scale, tiled, total, keys, at, step, rows, out):
+    """`out[:rows]`: what `share` queries, flat as stored and as float32 times `scale`, give to rows from `at` on."""
+    room = np.empty(room_for(share, size) if tiled else 0, np.uint8)
+    held = np.empty((share + 15) // 16 * 16 * ROWS, np.float32)
+    given, places = np.empty(ROWS, np.float32), np.empty(ROWS, np.int64)
+    if tiled:
+        prepare(room, query, share, size)
+    for first in range(0, rows, ROWS):
+        many = min(ROWS, rows - first)
+        if tiled:
+            for t in range(many):
+                places[t] = at + (first + t) * step
+            logits((room, share, size, scale), (keys, places), many, held)
+        else:
+            scores_of_part(scaled, share, size, keys, at + first * step, step, 0, many, held.reshape(-1, ROWS))
+        given[:] = 0
+        whole = (many + LANES - 1) // LANES * LANES  # what lies behind the last row is summed for nobody
+        for g in range(share):
+            if total[g] != np.inf:
+                _add_powers(given, 0, held, g * ROWS, whole, total[g] * LOG2E)
+        for t in range(many):
+            out[first + t] = given[t]
+
+
+@entry(parallel=True, cache=True, nogil=True)
+def _weights_given(query, total, keys, steps, heads, scale, tiled, out):
+    """query: `[B*H,M*D]`, stored numbers; total: `[B*H,M]`; scale: factor of logits of base 2; out: `[B*H,N]`."""
+    (lists, rows), share = out.shape, total.shape[1]
+    parts = (rows + PART - 1) // PART
+    for work in prange(lists * parts):
+        which, first = work // parts, work % parts * PART
+        flat, scaled = query[which], np.empty(query.shape[1], np.float32)
+        for d in range(len(scaled)):
+            scaled[d] = read(flat, d) * scale
+        at = which // heads * steps[0] + which % heads * steps[1] + first * steps[2]
+        _weights_of_part(flat, scaled, share, len(scaled) // share, scale, tiled, total[which], keys, at, steps[2],
+                         min(PART, rows - first), out[which, first:])  # fmt: skip
+
+
+def weights_given(queries: Tensor, total: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """As `dispatch.weights_given`."""
+    (batch, heads, share, size), rows = queries.shape, keys.shape[2]
+    out = torch.zeros(batch, heads, rows)
+    flat, steps = flat_rows(keys)
+    with ONE_AT_A_TIME:
+        use_threads(out.numel() * share * size)
+        _weights_given(
+            as_bits(queries.contiguous()).reshape(batch * heads, -1),
+            total.float().contiguous().flatten(0, 1).numpy(),
+            flat,
+            steps,
+            heads,
+            np.float32(scale) * LOG2E,
+            share >= FEWEST and fit(queries.dtype, size),
+            out.flatten(0, 1).numpy(),
+        )
+    return out
