@@ -5,8 +5,9 @@
 
 All ways go on greedily from one prompt, so that all of them generate the same tokens. Dense are transformers' `sdpa`
 and `static` (`decoding.py`) and this package's own plain steps over rows where they lie (`draft=0`), which a draft has
-to beat too. A round gives each way a block of tokens; a ratio is taken within a round, and the median over the rounds
-counts. What was drafted, accepted, and how long drafting and checking took is of those blocks.
+to beat too. A round gives each way a block of tokens. What was drafted, accepted, and how long drafting and checking
+took is of those blocks: seconds are medians over them, and the tokens of a round a mean, from the share of drafts that
+was accepted.
 
 The prompt of `--random` is taken in by blocks of `--chunk` tokens which do not see each other, at their positions: a
 prefill of 131,072 tokens takes an hour on two cores, and what a step takes does not depend on the rows' numbers.
@@ -88,6 +89,15 @@ class Turn:
     accepted: int = 0
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def seconds_a_token(self) -> float:
+        """Of dense ways the median. With drafts a block is few rounds, of which some give one token and some all: the
+        median over blocks says what the commoner kind gives. So it is a round's median seconds over its mean tokens."""
+        if not self.draft:
+            return statistics.median(self.rounds)
+        seconds = self.draft * statistics.median(self.draft_seconds) + statistics.median(self.verify_seconds)
+        return seconds / (1 + self.draft * self.accepted / self.drafted)
 
 
 class Bench:
@@ -184,26 +194,21 @@ class Bench:
         }
 
     def figures(self) -> list[dict[str, Any]]:
-        """What is recorded of each way: a ratio is of the seconds a token of the same round."""
-        theirs = min(
-            (turn for turn in self.turns if turn.draft is None), key=lambda turn: statistics.median(turn.rounds)
-        )
-        plain = next(turn for turn in self.turns if turn.name == IN_PLACE)
+        """What is recorded of each way."""
+        theirs = min(turn.seconds_a_token for turn in self.turns if turn.draft is None)
+        plain = next(turn.seconds_a_token for turn in self.turns if turn.name == IN_PLACE)
         rows = []
         for turn in self.turns:
-            to_theirs, to_plain = (
-                statistics.median(a / b for a, b in zip(dense.rounds, turn.rounds, strict=True))
-                for dense in (theirs, plain)
-            )
+            own = turn.seconds_a_token
             rows.append(
                 {
                     "way": turn.name,
                     "selector": turn.selector if turn.draft else "",
                     "draft": turn.draft,
-                    "seconds_a_token": round(statistics.median(turn.rounds), 6),
-                    "tokens_a_second": round(1 / statistics.median(turn.rounds), 3),
-                    "to_transformers": round(to_theirs, 3),
-                    "to_in_place": round(to_plain, 3),
+                    "seconds_a_token": round(own, 6),
+                    "tokens_a_second": round(1 / own, 3),
+                    "to_transformers": round(theirs / own, 3),
+                    "to_in_place": round(plain / own, 3),
                     "acceptance": round(turn.accepted / turn.drafted, 4) if turn.drafted else None,
                     "draft_seconds": round(statistics.median(turn.draft_seconds), 6) if turn.draft_seconds else None,
                     "verify_seconds": round(statistics.median(turn.verify_seconds), 6) if turn.verify_seconds else None,
