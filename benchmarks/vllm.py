@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -173,7 +174,8 @@ def decode(
     end_requests(engine, f"{context}-{batch}", batch)
     return [
         {
-            "selector": told["selector"],
+            "selector": shown(told["selector"]),
+            "budget": told["budget"],
             "context": context,
             "batch": batch,
             "seconds": {kind: spread(seconds) for kind, seconds in taken.items()},
@@ -185,6 +187,11 @@ def decode(
         }
         for told, taken, (layers, share), clocked in zip(methods, every, read, parts, strict=True)
     ]
+
+
+def shown(selector: str) -> str:
+    """Return a selector's text with files by their names, without folders."""
+    return re.sub(r"artefact=[^,\]]*/", "artefact=", selector)
 
 
 def start_requests(
@@ -269,13 +276,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     methods: list[dict[str, Any]] = [
         {
             "selector": selector,
-            "budget": options.budget,
+            "budget": int(budget) if budget else options.budget,
             "sink": 4,
             "window": 64,
             "dense_layers": options.dense_layers,
             "above": options.above,
         }
-        for selector in options.selector or [SELECTOR]
+        for selector, _, budget in (given.partition("@") for given in options.selector or [SELECTOR])
     ]
     contexts, batches = integers(options.contexts, "--contexts") or [], integers(options.batches, "--batches") or []
     prompts = integers(options.prefill or None, "--prefill") or []
@@ -328,7 +335,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "kv_cache_dtype": options.kv_cache_dtype,
         "compiled": options.compiled,
-        "settings": methods[0],
+        "settings": methods[0] | {"selector": shown(methods[0]["selector"])},
         "decode": decoded,
         "short": short,
         "prefill": read,
@@ -385,7 +392,11 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5, help="prompts of each kind")
     parser.add_argument("--steps", type=int, default=40, help="of each kind, for each selector")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each selector, in which the steps are taken")
-    parser.add_argument("--selector", action="append", help=f"default {SELECTOR}; several take turns")
+    parser.add_argument(
+        "--selector",
+        action="append",
+        help=f"default {SELECTOR}; several take turns; SELECTOR@512 has a budget of its own",
+    )
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--dense-layers", type=int, default=0)
     parser.add_argument("--above", type=int, default=4096)
