@@ -21,7 +21,7 @@ from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, read, storage_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.product_codes.codes import BLOCK, MORE, MOST, ProductCodes, Tables, blocks_apart
-from sparseattn.kernels.product_codes.cpu_choice import choose_rows, room
+from sparseattn.kernels.product_codes.cpu_choice import choose_rows, pack, room, words_needed
 from sparseattn.kernels.product_codes.cpu_lists import TILE
 from sparseattn.kernels.product_codes.cpu_tables import make_tables, round_tables
 
@@ -60,16 +60,19 @@ def _best(query, turn, centroids, shape, codes, valid, sizes, arenas, out_at):
         scaled, turned = np.empty(share * wide, np.float32), np.empty(share * wide, np.float32)
         tables = np.empty((share, subspaces, entries), np.float32)
         names, tail = np.empty((share, count * 8 // bits, entries), np.uint8), np.zeros((count + 1) * TILE, np.uint8)
+        words = np.empty(words_needed(share, count * 8 // bits << bits, bits), np.uint64)
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             for i in range(share * wide):
                 scaled[i] = read(queries, which * share * wide + i) / root
             make_tables(scaled, turns, which * wide * wide, books, which * entries * wide,
                         (share, subspaces, entries, size), turned, tables)  # fmt: skip
             unit = round_tables(tables, names) * LOG2E
+            pack(names.reshape(share, -1), share, words)
             b, h = which // heads, which % heads
             first, there = codes_at + b * codes_b + h * codes_h, valid_at + b * valid_b
             _take_tail(first, step, count, there, total, tail)
-            stored, given, ends = (first, step, count, bits, there), (names.ctypes.data, share), tail.ctypes.data
+            stored, given = (first, step, count, bits, there), (names.ctypes.data, share, words.ctypes.data)
+            ends = tail.ctypes.data
             own, arena = out[which * wanted : (which + 1) * wanted], arenas_at + worker * arena_size
             chosen = choose_rows(stored, given, ends, total, apart, more, unit, most, sampled, arena, own)
             if chosen < 0:

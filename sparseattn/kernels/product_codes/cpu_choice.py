@@ -25,36 +25,56 @@ ALL = NONE - 1  # no valid row is farther below the best
 
 
 @njit
-def _add_block(codes, step, count, bits, names, share, out, head_step, valid):
-    """As `sum_block`, where no shuffle looks codes up: four query heads' sums in a number of 64 bits."""
-    size, entries = count * 8 // bits << bits, 1 << bits
-    read, marks = array_at(np.uint8, codes, (count - 1) * step + BLOCK), array_at(np.uint8, valid, BLOCK)
-    numbers, four = array_at(np.uint8, names, share * size), np.empty(size, np.uint64)
-    for first in range(0, share, 4):
-        four[:] = 0
-        for g in range(min(4, share - first)):
-            for k in range(size):
-                four[k] |= np.uint64(numbers[(first + g) * size + k]) << np.uint64(16 * g)
-        for lane in range(BLOCK):
-            total = np.uint64(0)
-            for r in range(count):
-                code = np.intp(read[r * step + lane])
-                if bits == 8:
-                    total += four[r * entries + code]
-                else:
-                    total += four[2 * r * entries + (code & 15)] + four[(2 * r + 1) * entries + (code >> 4)]
-            for g in range(min(4, share - first)):
-                sums = array_at(np.int16, out + (first + g) * head_step, BLOCK)
-                sums[lane] = np.int16((total >> np.uint64(16 * g)) & np.uint64(0xFFFF)) if marks[lane] else -1
+def words_needed(share, size, bits):
+    """Return how many numbers `pack` writes, of tables of `size` entries a query head."""
+    return 0 if SHUFFLES > 0 and bits == 4 else (share + 3) // 4 * size
 
 
 @njit
-def _sum(codes, step, count, bits, names, share, out, head_step, valid):
-    """Return the sums of 64 rows for each query head, see `sum_block`; codes, names, out, valid: addresses."""
+def pack(names, share, words):
+    """Write the entries `[G,size]` uint8 of four query heads each to one number of 64 bits, 16 bits a head, `[.,size]`
+    flat, as `words_needed` says."""
+    size = names.shape[1]
+    words[:] = 0
+    for g in range(share if len(words) else 0):
+        first = g // 4 * size
+        for k in range(size):
+            words[first + k] |= np.uint64(names[g, k]) << np.uint64(16 * (g % 4))
+
+
+@njit
+def _add_block(codes, step, count, bits, words, share, out, head_step, valid):
+    """As `sum_block`, where no shuffle looks codes up: four query heads' sums in a number of 64 bits, see `pack`."""
+    size, entries = count * 8 // bits << bits, 1 << bits
+    read, marks = array_at(np.uint8, codes, (count - 1) * step + BLOCK), array_at(np.uint8, valid, BLOCK)
+    totals = np.empty(BLOCK, np.uint64)
+    for first in range(0, share, 4):
+        four = array_at(np.uint64, words + 2 * first * size, size)
+        totals[:] = 0
+        for r in range(count):
+            of, at = r * size // count, r * step
+            if bits == 8:
+                for lane in range(BLOCK):
+                    totals[lane] += four[of + np.intp(read[at + lane])]
+            else:
+                for lane in range(BLOCK):
+                    code = np.intp(read[at + lane])
+                    totals[lane] += four[of + (code & 15)] + four[of + entries + (code >> 4)]
+        for g in range(min(4, share - first)):
+            sums, shift = array_at(np.int16, out + (first + g) * head_step, BLOCK), np.uint64(16 * g)
+            for lane in range(BLOCK):
+                own = np.int16((totals[lane] >> shift) & np.uint64(0xFFFF))
+                sums[lane] = own if marks[lane] else np.int16(-1)
+
+
+@njit
+def _sum(codes, step, count, bits, tables, out, head_step, valid):
+    """Return the sums of 64 rows for each query head, see `sum_block`; codes, out, valid: addresses."""
+    names, share, words = tables
     if SHUFFLES > 0 and bits == 4:
         sum_block(codes, step, count, names, 32 * count, share, out, head_step, valid)
     else:
-        _add_block(codes, step, count, bits, names, share, out, head_step, valid)
+        _add_block(codes, step, count, bits, words, share, out, head_step, valid)
 
 
 @njit
@@ -80,15 +100,15 @@ def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
     same for all heads. unit: such a step in a logit, in units of log 2; sums, gap: int16, written too: the sums of
     these rows, one query head's behind another's, and how far they are below. All but numbers are addresses.
     """
-    (codes, step, count, bits, valid), (names, share) = stored, tables
+    (codes, step, count, bits, valid), share = stored, tables[1]
     whole, at = total // TILE * TILE, sums
     rows = (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
     for first in range(0, total, apart * BLOCK):
         if first + BLOCK <= total:
-            _sum(codes + first, step, count, bits, names, share, at, 2 * rows, valid + first)
+            _sum(codes + first, step, count, bits, tables, at, 2 * rows, valid + first)
         else:
             own = tail + first - whole
-            _sum(own, TILE, count, bits, names, share, at, 2 * rows, own + count * TILE)
+            _sum(own, TILE, count, bits, tables, at, 2 * rows, own + count * TILE)
         at += 2 * BLOCK
     weight, best, least = np.zeros(share, np.float32), np.zeros(share, np.float32), np.float32(np.inf)
     highest = array_at(np.int16, tops, share)
@@ -111,10 +131,10 @@ def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
 def _mark(stored, tables, tops, limit, sums, marks):
     """Mark those of 128 rows that are valid and `limit` at most below `tops`, as `possible` does; sums: room for
     `[G + 1,64]` int16. All but numbers are addresses."""
-    (codes, step, count, bits, valid), (names, share) = stored, tables
+    (codes, step, count, bits, valid), (_, share, words) = stored, tables
     for half in range(2):
         first, bits_of = half * BLOCK, array_at(np.uint64, marks, 2)
-        _add_block(codes + first, step, count, bits, names, share, sums, 2 * BLOCK, valid + first)
+        _add_block(codes + first, step, count, bits, words, share, sums, 2 * BLOCK, valid + first)
         nearest(sums, 2 * BLOCK, share, tops, sums + 2 * BLOCK * share, BLOCK)
         bits_of[half] = within(sums + 2 * BLOCK * share, np.int16(limit))
 
@@ -154,7 +174,7 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
 
     limit: about how far that is; places: those of `choose_rows`.
     """
-    (_, _, count, bits, _), (names, share) = stored, tables
+    (_, _, count, bits, _), (names, share, _) = stored, tables
     sums, gap, kept, _, _, tops, begins, losses, ones, _ = places
     marked, size = array_at(np.uint8, ones, BLOCK), count * 8 // bits << bits
     marked[:] = 1
@@ -169,7 +189,7 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
         if listed >= more or limit == ALL:
             wide = (listed + BLOCK - 1) // BLOCK * BLOCK
             for first in range(0, wide, BLOCK):
-                _sum(kept + first, most, count, bits, names, share, sums + 2 * first, 2 * most, ones)
+                _sum(kept + first, most, count, bits, tables, sums + 2 * first, 2 * most, ones)
             nearest(sums, 2 * most, share, tops, gap, wide)
             below = array_at(np.int16, gap, wide)
             below[listed:] = NONE
@@ -220,9 +240,9 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
     """Name the best rows of one KV head in `out` `[S]` int32, and return how many; -1 where `arena` has no room.
 
     stored: address of the codes, bytes from one of a row to the next, how many, bits, and address of what says which
-    rows are valid; tables: address of `[G,M,K]` uint8, and G; tail: address of the codes of the rows behind whole tiles
-    `[count,128]`, and behind these which are valid; unit: a step of a sum in units of log 2; arena: address of what
-    `room` says.
+    rows are valid; tables: address of `[G,M,K]` uint8, G, and address of what `pack` makes of them; tail: address of
+    the codes of the rows behind whole tiles `[count,128]`, and behind these which are valid; unit: a step of a sum in
+    units of log 2; arena: address of what `room` says.
     """
     share, count, bits = tables[1], stored[2], stored[3]
     gap, kept, rows, weighed, tops, begins, losses, ones, work, _ = _room(share, count, bits, sampled, most)
