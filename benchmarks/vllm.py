@@ -189,6 +189,12 @@ def decode(
     ]
 
 
+def asked(given: str, budget: int) -> tuple[str, int]:
+    """Return a selector's text, and its budget: its own behind an @, or `budget`."""
+    selector, mark, own = given.rpartition("@")
+    return (selector, int(own)) if mark and own.isdecimal() else (given, budget)
+
+
 def shown(selector: str) -> str:
     """Return a selector's text with files by their names, without folders."""
     return re.sub(r"artefact=[^,\]]*/", "artefact=", selector)
@@ -276,13 +282,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     methods: list[dict[str, Any]] = [
         {
             "selector": selector,
-            "budget": int(budget) if budget else options.budget,
+            "budget": budget,
             "sink": 4,
             "window": 64,
             "dense_layers": options.dense_layers,
             "above": options.above,
         }
-        for selector, _, budget in (given.partition("@") for given in options.selector or [SELECTOR])
+        for selector, budget in (asked(given, options.budget) for given in options.selector or [SELECTOR])
     ]
     contexts, batches = integers(options.contexts, "--contexts") or [], integers(options.batches, "--batches") or []
     prompts = integers(options.prefill or None, "--prefill") or []
@@ -350,17 +356,18 @@ def tables(record: dict[str, Any]) -> Iterator[Table]:
     """The record as tables."""
     told = record["settings"]
     table = Table(
-        title=f"{record['model']}, {record['dtype']}: budget {told['budget']}, against stock vLLM",
+        title=f"{record['model']}, {record['dtype']}, against stock vLLM",
         box=SIMPLE_HEAD,
     )
     table.add_column("selector")
     compared = ("stock ms", "sparse ms", "times stock", "attention removed")
-    for column in ("context", "batch", *compared, "tokens/s stock", "tokens/s sparse"):
+    for column in ("budget", "context", "batch", *compared, "tokens/s stock", "tokens/s sparse"):
         table.add_column(column, justify="right")
     for one in record["decode"]:
         medians = [1000 * one["seconds"][kind]["median"] for kind in ("stock", "sparse")]
         table.add_row(
             one["selector"],
+            str(one.get("budget", told["budget"])),
             f"{one['context']:,}",
             str(one["batch"]),
             *(f"{ms:.1f}" for ms in medians),

@@ -103,6 +103,9 @@ def sums_seen(query: Tensor, keys: Tensor, seen: Tensor, *, scale: float | None 
         keys: `[B,H,N,D]`.
         seen: `[B,1,n,N]` or, of each query head, `[B,HG,n,N]` bool.
         scale: as of `attend`.
+
+    Returns:
+        `[B,H,G,n]` float32; -inf where a query sees none.
     """
     heads, group = query.shape[1:3]
     apart = seen.shape[1] > 1

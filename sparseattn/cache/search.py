@@ -218,17 +218,17 @@ class Search:
         return self.latest_tail
 
     @property
-    def follows_checks(self) -> int:
+    def tokens_followed(self) -> int:
         """Of how many tokens of a dense pass over stored rows the selector, or a part of it, is shown the queries; 0:
         none, as before rows are sealed."""
         followers = self.abilities.check_followers
         return max(part.tokens_followed for part in followers) if followers and self.stored.zones.zone else 0
 
     def checked(self, queries: Tensor, total: Tensor) -> None:
-        """Tell parts that follow dense passes of one, see `FollowsChecks`: its newest tokens, at most `follows_checks`.
+        """Tell the parts that follow dense passes about one, see `FollowsChecks`.
 
         Args:
-            queries: `[B,H,G,n,D]`.
+            queries: `[B,H,G,n,D]`, of the pass's newest tokens, `tokens_followed` of them where it has so many.
             total: `[B,H,G,n]` float32, +inf for padding.
         """
         if (device := self.stored.sealed.device) is not None:

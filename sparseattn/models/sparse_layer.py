@@ -229,7 +229,7 @@ class SparseLayer(CacheLayerMixin):
         Stored rows lie without padding and perhaps in a selector's order. All of them are before the new ones. `block`,
         the part of the model's mask that is of the new tokens, says what these see of each other.
         """
-        part, num_kv_heads, followed = slice(0, new), call.key.shape[1], heads.rows.search.follows_checks
+        part, num_kv_heads, followed = slice(0, new), call.key.shape[1], heads.rows.search.tokens_followed
         group = call.query.shape[1] // num_kv_heads
         if in_place(heads.rows, group * new):
             query = heads.of_queries(call.query, num_kv_heads)[:, :, part].unflatten(1, (-1, group))
@@ -253,15 +253,14 @@ class SparseLayer(CacheLayerMixin):
             torch.cat([x, heads.of(y)[:, :, part]], 2)
             for x, y in zip((keys, values), (call.key, call.value), strict=True)
         )
-        grouped = group > 1
-        if keys.is_cuda:  # where a mask and grouped heads together leave only the kernel that stores all logits
-            keys, values, grouped = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), False
-        query = heads.of_queries(call.query, num_kv_heads)[:, :, part]
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=grouped)
+        grouped, query = group > 1, heads.of_queries(call.query, num_kv_heads)[:, :, part]
         if followed:
             asked = query[:, :, -followed:].unflatten(1, (count, group))  # [B,h,G,m,D]
             total = sums_seen(asked, keys, mask[:, :, -followed:], scale=call.scale)
             self._checked(heads, asked, total, new, run)
+        if keys.is_cuda:  # where a mask and grouped heads together leave only the kernel that stores all logits
+            keys, values, grouped = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), False
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=grouped)
         return out.unflatten(1, (count, group))
 
     def _checked(self, heads: SparseHeads, queries: Tensor, total: Tensor, new: int, run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,21 +96,24 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
                     blocks.setdefault((method, budget, drafts), []).append((advance(loop, trial.tokens), plain))
                 done()
     choices = [_choice(*key, pairs) for key, pairs in blocks.items()]
-    rates = [plain.tokens / plain.seconds for pairs in blocks.values() for _, plain in pairs]
-    choices.append(DraftChoice("", None, 0, statistics.median(rates), 1.0, None))
+    plainly = [plain for pairs in blocks.values() for _, plain in pairs]
+    choices.append(DraftChoice("", None, 0, _rate(plainly), 1.0, None))
     return sorted(choices, key=lambda choice: -choice.to_plain)
 
 
 def _choice(
     selector: str, budget: Budget, drafts: int, pairs: Sequence[tuple[TimedTokens, TimedTokens]]
 ) -> DraftChoice:
-    # Of all prompts together: a block is few rounds, and a median would say what the commoner kind of round gives.
-    rate, plainly = (
-        sum(b.tokens for b in blocks) / sum(b.seconds for b in blocks) for blocks in zip(*pairs, strict=True)
-    )
+    rate, plainly = (_rate(blocks) for blocks in zip(*pairs, strict=True))
     drafted = sum(block.stats.drafted for block, _ in pairs)
     accepted = sum(block.stats.accepted for block, _ in pairs) / drafted
     return DraftChoice(selector, budget, drafts, rate, rate / plainly, accepted)
+
+
+def _rate(blocks: Sequence[TimedTokens]) -> float:
+    """Return the tokens a second of all blocks together: one is few rounds, and a median over them would say what the
+    commoner kind of round gives."""
+    return sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
 
 
 def chosen(choices: Sequence[DraftChoice]) -> DraftChoice:

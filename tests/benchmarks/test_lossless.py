@@ -9,7 +9,16 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.lossless import main
+from benchmarks.lossless import Turn, main
+
+
+def test_a_round_is_its_median_seconds_over_its_mean_tokens() -> None:
+    """A block of one round that gave 9 tokens, and one of five rounds that gave 2 each: 19 tokens in 6 rounds."""
+    turn = Turn("quest, 8", "quest", 8, [1 / 9, 5 / 10], drafted=48, accepted=13)
+    turn.draft_seconds, turn.verify_seconds = [0.05, 0.05], [0.6, 0.6]
+    assert turn.seconds_a_token == pytest.approx(6 * 1.0 / 19)
+    plain = Turn("in place", "quest", 0, [0.3, 0.2], verify_seconds=[0.2, 0.1])
+    assert plain.seconds_a_token == pytest.approx(0.15)
 
 
 def test_all_ways_take_turns(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ def chosen(tables: Tables, keys: ProductCodes, count: int, impl: str) -> torch.T
 
 # batch, heads, group, subspaces, bits, rows: whole blocks and none, groups that fill no register, an odd subspace
 SHAPES = [(1, 2, 4, 8, 4, 1000), (2, 2, 3, 5, 4, 513), (1, 2, 1, 4, 8, 640), (2, 1, 5, 3, 8, 70), (1, 1, 4, 2, 4, 3)]
+SHAPES += [(1, 2, 6, 3, 8, 1000)]
 
 
 def made(batch: int, heads: int, group: int, subspaces: int, bits: int, rows: int) -> tuple[Tables, ProductCodes]:
@@ -88,6 +90,30 @@ def test_rows_that_are_chosen_are_those_of_the_whole_vote_where_all_are_candidat
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
     found = chosen(tables, keys, 400 // MORE, "torch")
     assert torch.equal(votes.gather(2, found.long()).sort(-1).values, votes.topk(400 // MORE).values.sort(-1).values)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_packed_tables(bits: int) -> None:
+    """What a processor without shuffles does with 4 bits too; six query heads take two numbers of 64 bits."""
+    pytest.importorskip("numba")
+    from sparseattn.kernels.numba_entry import entry
+    from sparseattn.kernels.product_codes.cpu_choice import add_block, pack
+
+    @entry(cache=True)
+    def summed(names, share, words, codes, count, bits, out, valid):  # type: ignore[no-untyped-def]
+        pack(names, share, words)
+        add_block(codes, 64, count, bits, words.ctypes.data, share, out, 128, valid)
+
+    draw, share, count, entries = np.random.default_rng(0), 6, 3, 1 << bits
+    subspaces = count * 8 // bits
+    names = draw.integers(0, 256, (share, subspaces * entries), np.uint8)
+    codes, valid = draw.integers(0, 256, (count, 64), np.uint8), draw.integers(0, 2, 64, np.uint8)
+    words, out = np.empty(2 * subspaces * entries, np.uint64), np.empty((share, 64), np.int16)
+    summed(names, share, words, codes.ctypes.data, count, bits, out.ctypes.data, valid.ctypes.data)
+    split = codes[:, None] if bits == 8 else np.stack([codes & 15, codes >> 4], 1)
+    each = split.reshape(subspaces, 64) + np.arange(subspaces)[:, None] * entries
+    expected = np.where(valid, names[:, each].astype(np.int16).sum(1), -1)
+    assert np.array_equal(out, expected)
 
 
 def test_sums_that_would_not_fit_are_refused() -> None:

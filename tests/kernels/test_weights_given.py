@@ -35,6 +35,16 @@ def test_compiled_sums_are_the_references(queries: int, rows: int, size: int, dt
     assert float(found[0].sum()) == pytest.approx(3 * queries, rel=1e-3)
 
 
+@pytest.mark.parametrize("impl", ["torch", "numba"])
+def test_a_row_that_the_sum_does_not_hold_weighs_one_at_most(impl: str) -> None:
+    """Rows that came after a pass may be nearer to its queries than all that these read."""
+    if impl == "numba":
+        pytest.importorskip("numba")
+    query, keys = torch.full((1, 1, 2, 16), 3.0), torch.full((1, 1, 5, 16), 3.0)
+    given = dispatch.weights_given(query, torch.zeros(1, 1, 2), keys, 1.0, impl=impl)  # logits of 144
+    torch.testing.assert_close(given, torch.full((1, 1, 5), 2.0))
+
+
 def test_no_rows() -> None:
     query, total, keys = _drawn(3, 0, 8, torch.float32)
     assert dispatch.weights_given(query, total, keys, 1.0).shape == (2, 3, 0)

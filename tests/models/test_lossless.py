@@ -20,7 +20,7 @@ from sparseattn.models.drafts.length import AutoLength  # noqa: E402
 from sparseattn.models.drafts.rejection import accept_sampled  # noqa: E402
 from sparseattn.models.errors import ModelError  # noqa: E402
 from sparseattn.models.load import encode, load_model  # noqa: E402
-from sparseattn.models.lossless import Lossless, generate_lossless  # noqa: E402
+from sparseattn.models.lossless import MOST_DRAFTS, Lossless, generate_lossless  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
 from sparseattn.selectors.tokens.pillar import Pillar  # noqa: E402
 from sparseattn.traces.texts import read_named  # noqa: E402
@@ -81,6 +81,10 @@ def test_drafts_that_read_every_row_are_all_accepted(model: Any) -> None:
 def test_sequences_of_a_padded_batch_accept_differently(model: Any, selector: str, draft: int) -> None:
     out = lossless(model, padded(), selector, 8, draft)
     assert torch.equal(out.sequences, dense(model, padded()))
+
+
+def test_checks_of_drafts_are_followed_whole() -> None:
+    assert Pillar.tokens_followed == MOST_DRAFTS + 1
 
 
 def test_checks_tell_drafts_what_rows_weigh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +149,8 @@ def test_processors_see_each_sequence_alone(model: Any) -> None:
     assert out.stats.accepted > 0
 
 
-def test_chunks_of_a_prompt_and_a_streamer(llama: Any) -> None:
+@pytest.mark.parametrize("selector", ["quest:page=4", "pillar"])
+def test_chunks_of_a_prompt_and_a_streamer(llama: Any, selector: str) -> None:
     seen: list[int] = []
 
     class Streamer:
@@ -156,7 +161,7 @@ def test_chunks_of_a_prompt_and_a_streamer(llama: Any) -> None:
             seen.append(-1)
 
     inputs = whole(prompt())
-    out = lossless(llama, inputs, "quest:page=4", 8, 3, prefill_chunk_size=16, streamer=Streamer())
+    out = lossless(llama, inputs, selector, 8, 3, prefill_chunk_size=16, streamer=Streamer())
     assert torch.equal(out.sequences, dense(llama, inputs))
     assert seen == [*out.sequences[0].tolist(), -1]
 
@@ -316,7 +321,9 @@ def test_auto_drafts_as_many_as_pay() -> None:
     some = _choices(AutoLength(1.0), 60, lambda k: min(k, 1), 0.1, 0.05)
     assert set(some[4:]) <= {0, 1, 2}
     assert some.count(1) + some.count(2) > 50
-    assert _choices(AutoLength(1.0), 30, lambda k: 0, 0.5, 0.2)[3:] == [0] * 27
+    assert _choices(AutoLength(1.0), 30, lambda k: 0, 0.5, 0.2) == [0, 0, 2, 2] + [0] * 26
+    unlucky = iter([0])  # the first draft alone is rejected
+    assert _choices(AutoLength(1.0), 8, lambda k: next(unlucky, k) if k else 0, 0.01, 0.0)[4:] == [8] * 4
     assert _choices(AutoLength(1.0), 30, lambda k: k, 0.9, 0.9)[4:] == [0] * 26
 
 
@@ -329,8 +336,8 @@ def test_auto_decodes_densely_where_attention_is_a_small_part() -> None:
 def test_auto_tries_again_ever_more_rarely() -> None:
     chosen = _choices(AutoLength(1.0), 700, lambda k: 0, 0.5, 0.2)
     tries = [i for i, count in enumerate(chosen) if count]
-    assert tries[0] == 2
-    waits = [b - a - 1 for a, b in pairwise(tries)]
+    assert tries[:2] == [2, 3]
+    waits = [b - a - 1 for a, b in pairwise(tries[1:])]
     assert waits == [64, 128, 256]
 
 
@@ -344,11 +351,12 @@ def test_auto_returns_to_drafts_that_pay_at_last() -> None:
 def test_auto_generates_the_same_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it chooses by the clock; with attention taken for all of a step it tries drafts."""
     monkeypatch.setattr("sparseattn.models.drafts.length.LEAST_SHARE", 0.0)
-    out = lossless(model, padded(), "quest:page=4", None, "auto", max_new_tokens=40)
-    assert torch.equal(out.sequences, dense(model, padded(), max_new_tokens=40))
-    assert out.stats.rounds[0] >= 2
-    assert out.stats.rounds[2] >= 1
-    assert out.stats.rounds[4] >= 1
+    for budget in (8, None):
+        out = lossless(model, padded(), "quest:page=4", budget, "auto", max_new_tokens=40)
+        assert torch.equal(out.sequences, dense(model, padded(), max_new_tokens=40))
+        assert out.stats.rounds[0] >= 2
+        assert out.stats.rounds[2] >= 1
+    assert out.stats.rounds[4] >= 1  # with budget None every draft is accepted
 
 
 def test_statistics_say_what_ran(llama: Any) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sparseattn.recommend.lossless import DraftChoice, chosen
+from sparseattn.models.drafts.blocks import TimedTokens
+from sparseattn.models.drafts.stats import LosslessStats
+from sparseattn.recommend.lossless import DraftChoice, _choice, chosen
 from tests.command import run
 
 LINE = "recommend --lossless --model reference --text alice --length 192 --last 4 --windows 2 --selector window"
@@ -18,6 +20,14 @@ PLAIN = DraftChoice("", None, 0, 20.0, 1.0, None)
 def test_drafts_must_be_worth_it(gain: float, drafts: int) -> None:
     fast = DraftChoice("quest", 64, 4, 20 * gain, gain, 0.9)
     assert chosen([fast, PLAIN]).drafts == drafts
+
+
+def test_a_rate_is_all_tokens_over_all_seconds() -> None:
+    def block(tokens: int, seconds: float, drafted: int = 0) -> TimedTokens:
+        return TimedTokens(seconds, tokens, LosslessStats(drafted=drafted, accepted=tokens - 1 if drafted else 0))
+
+    choice = _choice("quest", 64, 8, [(block(9, 1.0, 8), block(8, 1.0)), (block(1, 1.0, 8), block(8, 1.0))])
+    assert (choice.tokens_a_second, choice.to_plain, choice.acceptance) == (5.0, 0.625, 0.5)
 
 
 def test_it_measures_each_way_and_says_which_is_fastest(tmp_path: Path) -> None:

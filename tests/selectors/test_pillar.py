@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import KVCache, Pillar
+from sparseattn import KVCache, Pillar, TwoStage
 from sparseattn.cache.attend_stored import with_new_rows
 from sparseattn.cache.rank_checks import check_dealable
 from tests.cases import attention
@@ -84,6 +84,45 @@ def test_steps_between_checks_read_nothing_to_choose() -> None:
     cache.search.checked(torch.randn(B, H, G, 2, D), torch.full((B, H, G, 2), 3.0))
     cache.reset()
     assert not cache.selector.stale
+
+
+def test_copies_and_batches_keep_what_a_check_said() -> None:
+    """A clone and a reordered batch choose by the check, and by none that comes to the other."""
+    cache, *_ = _filled()
+    sealed = int(cache.sealed[0])
+    asked, total = torch.randn(B, H, G, 2, D), torch.full((B, H, G, 2), 3.0)
+    cache.search.checked(asked, total)
+    twin = cache.clone()
+    cache.search.checked(torch.randn(B, H, G, 2, D), total)
+    twin.reorder(torch.tensor([1, 0]))
+    given = (asked.flatten(2, 3) @ cache.selector.stored.mT / D**0.5 - 3.0).clamp(max=0).exp().sum(2)
+    best = given[..., :sealed].topk(12).indices
+    expected = torch.zeros(B, H, sealed, dtype=torch.bool).scatter_(2, best, True).flip(0)
+    assert torch.equal(twin.select(torch.randn(B, H, G, D), 12).mask(sealed), expected)
+    assert not torch.equal(cache.select(torch.randn(B, H, G, D), 12).mask(sealed), expected)
+
+
+def test_a_sequence_whose_pass_was_padding_keeps_its_weights() -> None:
+    cache, *_ = _filled()
+    sealed = int(cache.sealed[0])
+    before = cache.select(torch.randn(B, H, G, D), 12).mask(sealed)
+    total = torch.full((B, H, G, 2), 3.0)
+    total[1] = torch.inf
+    cache.search.checked(torch.randn(B, H, G, 2, D), total)
+    chosen = cache.select(torch.randn(B, H, G, D), 12).mask(sealed)
+    assert torch.equal(chosen[1], before[1])
+    assert not torch.equal(chosen[0], before[0])
+
+
+def test_a_part_of_another_method_is_told_and_asks_for_no_queries_of_its_own() -> None:
+    method = TwoStage(Pillar(0), 2, rows=16)
+    queries, keys, values = attention(B, H, G, N, D)
+    cache = KVCache(method, sink=4, window=8, seal=16)
+    cache.append(keys, values, queries)
+    cache.seal()
+    assert not method.pages.asked.rows
+    cache.search.checked(queries[:, :, :, :2], torch.full((B, H, G, 2), 3.0))
+    assert method.pages.asked.rows == 2 * G
 
 
 def test_what_is_refused() -> None:

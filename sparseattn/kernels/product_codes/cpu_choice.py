@@ -43,7 +43,7 @@ def pack(names, share, words):
 
 
 @njit
-def _add_block(codes, step, count, bits, words, share, out, head_step, valid):
+def add_block(codes, step, count, bits, words, share, out, head_step, valid):
     """As `sum_block`, where no shuffle looks codes up: four query heads' sums in a number of 64 bits, see `pack`."""
     size, entries = count * 8 // bits << bits, 1 << bits
     read, marks = array_at(np.uint8, codes, (count - 1) * step + BLOCK), array_at(np.uint8, valid, BLOCK)
@@ -74,7 +74,7 @@ def _sum(codes, step, count, bits, tables, out, head_step, valid):
     if SHUFFLES > 0 and bits == 4:
         sum_block(codes, step, count, names, 32 * count, share, out, head_step, valid)
     else:
-        _add_block(codes, step, count, bits, words, share, out, head_step, valid)
+        add_block(codes, step, count, bits, words, share, out, head_step, valid)
 
 
 @njit
@@ -134,7 +134,7 @@ def _mark(stored, tables, tops, limit, sums, marks):
     (codes, step, count, bits, valid), (_, share, words) = stored, tables
     for half in range(2):
         first, bits_of = half * BLOCK, array_at(np.uint64, marks, 2)
-        _add_block(codes + first, step, count, bits, words, share, sums, 2 * BLOCK, valid + first)
+        add_block(codes + first, step, count, bits, words, share, sums, 2 * BLOCK, valid + first)
         nearest(sums, 2 * BLOCK, share, tops, sums + 2 * BLOCK * share, BLOCK)
         bits_of[half] = within(sums + 2 * BLOCK * share, np.int16(limit))
 

@@ -18,7 +18,7 @@ from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, as_bits, flat_rows, read
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
-from sparseattn.kernels.numba_vectors import FLOATS, LANES, place_in, powers, splat
+from sparseattn.kernels.numba_vectors import FLOATS, LANES, every, place_in, powers, splat
 from sparseattn.kernels.row_scores.cpu import scores_of_part
 
 PART = 16 * ROWS  # rows that a thread takes at a time
@@ -26,7 +26,7 @@ PART = 16 * ROWS  # rows that a thread takes at a time
 
 @intrinsic
 def _add_powers(typing, out, to, numbers, at, count, total):
-    """Add to `out[to:to + count]` 2 to the distance of `numbers[at:]` from `total`; `count` is a multiple of 16."""
+    """Add to `out[to:to + count]` 2 to what `numbers[at:]` lie above `total`, 1 at most; `count` is whole 16s."""
 
     def code(context, builder, signature, arguments):
         out_, to_, numbers_, at_, count_, total_ = arguments
@@ -35,7 +35,9 @@ def _add_powers(typing, out, to, numbers, at, count, total):
         with cgutils.for_range_slice(builder, none, count_, lanes, intp=at_.type) as (n, _):
             place = place_in(context, builder, out, out_, builder.add(to_, n), FLOATS)
             source = place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS)
-            power = powers(builder, builder.fsub(builder.load(source, align=4), whole))
+            above = builder.fsub(builder.load(source, align=4), whole)
+            most = every(FLOATS, 0.0)
+            power = powers(builder, builder.select(builder.fcmp_ordered(">", above, most), most, above))
             builder.store(builder.fadd(builder.load(place, align=4), power), place, align=4)
         return context.get_dummy_value()
 

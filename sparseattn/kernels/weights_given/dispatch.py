@@ -11,12 +11,12 @@ WEIGHTS = Operation(__package__, "torch", "numba")
 
 
 def weights_given(queries: Tensor, total: Tensor, keys: Tensor, scale: float, impl: str | None = None) -> Tensor:
-    """Return the sum over queries of the softmax weight that each gives to every row.
+    """Return the sum over queries of the softmax weight that each gives to every row, 1 at most each.
 
     Args:
         queries: `[B,H,M,D]`.
-        total: `[B,H,M]` float32, the log-sum-exp of each query's logits, the logarithm of its softmax' denominator;
-            +inf: the query gives nothing.
+        total: `[B,H,M]` float32, the log-sum-exp of each query's logits, the logarithm of its softmax' denominator, in
+            which these rows need not be; +inf: the query gives nothing.
         keys: `[B,H,N,D]`, elements of a row adjacent.
         scale: factor of the logits.
         impl: see `implementations`.

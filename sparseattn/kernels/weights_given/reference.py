@@ -12,7 +12,8 @@ def weights_given(queries: Tensor, total: Tensor, keys: Tensor, scale: float) ->
     """As `dispatch.weights_given`."""
     wide = torch.promote_types(torch.promote_types(queries.dtype, keys.dtype), torch.float32)
     asked = queries.to(wide) * scale
-    parts = [
-        (asked @ part.to(wide).mT - total[..., None]).exp().sum(2).float() for part in keys.split(ROWS, 2)
-    ]  # fmt: skip
+    parts = []
+    for part in keys.split(ROWS, 2):
+        above = (asked @ part.to(wide).mT - total[..., None]).clamp(max=0)
+        parts.append(above.exp().sum(2).float())
     return torch.cat(parts, 2)

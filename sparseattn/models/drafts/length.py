@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # drafts that "auto" chooses among
-FIRST, PROBE = 2, 4  # drafts of the first round, which compiles and builds the index, and of one that measures
+FIRST, PROBE = 2, 4  # drafts of the first round, and of one that measures
 GAIN = 1.05  # times dense decoding that drafting must promise
 FADE = 0.95  # what a round leaves of the weight of earlier ones, in the estimate of acceptance
 WAIT, LONGEST_WAIT = 64, 1024  # dense steps before drafting is tried again: at first, and at most
@@ -55,9 +55,9 @@ class AutoLength(DraftLength):
     A round of k drafts is expected to give (1 - a^(k+1)) / (1 - a) tokens, where a is the chance that a draft is
     accepted behind accepted ones (https://arxiv.org/abs/2211.17192), for k draft steps and a verification of k + 1
     tokens. Verifications that have not been seen are on the line through those that have. First come two dense steps
-    and two rounds of drafts, the first of each uncounted, as it compiles code and builds the index; where the first
-    round's drafts are all rejected, there is no second. Where dense steps are better, drafting is tried again after
-    some of them, each time after twice as many.
+    and two rounds of drafts, the first of each uncounted, as it compiles code and builds the index. The first round is
+    short, and so is the second where nothing of the first was accepted. Where dense steps are better, drafting is tried
+    again after some of them, each time after twice as many.
 
     Args:
         share: of a token, what attention to the whole context reads over all that a dense step reads besides, per
@@ -108,7 +108,7 @@ class AutoLength(DraftLength):
         if (drafts > 0) not in self._warm:
             self._warm.add(drafts > 0)
             if drafts and not any(accepted):
-                self._plan = []
+                self._plan = [FIRST]
             return
         self._verify.setdefault(drafts, deque(maxlen=5)).append(verify_seconds)
         if drafts:
@@ -140,9 +140,6 @@ class AutoLength(DraftLength):
         return self.verify_seconds(0)
 
     def best(self) -> int:
-        """Return the number of drafts with the most tokens a second; 0 where none beats dense decoding by `GAIN`, and
-        before any was timed."""
-        if not self._draft:
-            return 0
+        """Return the number of drafts with the most tokens a second; 0 where none beats dense decoding by `GAIN`."""
         drafts = max(LENGTHS, key=self.rate)
         return drafts if self.rate(drafts) > GAIN * self.rate(0) else 0

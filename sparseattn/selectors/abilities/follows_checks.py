@@ -11,7 +11,8 @@ class FollowsChecks(ABC):
     """A method that is told of each dense pass over stored rows, such as full attention's check of drafts.
 
     Attributes:
-        tokens_followed: of how many of a pass's tokens, the newest, it is shown the queries.
+        tokens_followed: of how many of a pass's tokens, the newest, it is shown the queries: by default all of the
+            longest check of drafts, 16 and the token before them.
     """
 
     tokens_followed: int = 17

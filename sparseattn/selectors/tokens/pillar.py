@@ -25,8 +25,9 @@ class Pillar(FollowsChecks, FollowsMoves, LearnsFromQueries, ReadsKeys, Selector
     """Reads the rows that got the most weight when full attention last read all rows, and has no index of keys.
 
     It is for drafts, which full attention checks every few tokens (`generate_lossless`): a check's queries say what
-    rows weigh, summed over its tokens and the heads of a group, and the drafts behind it read the heaviest. Where
-    nothing is checked, the prompt's last queries choose once.
+    rows weigh, summed over its tokens and the heads of a group, and the drafts behind it read the heaviest. Every dense
+    pass over stored rows is such a check: a plain dense step too, of one token, and a chunk of a prompt. Until the
+    first one, the prompt's last queries say what rows weigh.
 
     Args:
         queries: how many of the prompt's newest queries choose the first rows; 0: none, and the newest rows are read
@@ -34,7 +35,11 @@ class Pillar(FollowsChecks, FollowsMoves, LearnsFromQueries, ReadsKeys, Selector
 
     One choice per KV head, as in the paper. The weights are made by a pass of their own over the keys, as in the
     authors' code, and only once a draft asks for rows. Rows that are sealed later are weighed by the same queries as
-    they come. Draft and accepted tokens count among the budget there and lie in the cache's window here.
+    they come. Rejected tokens of a check count as well. Draft and accepted tokens count among the budget there and lie
+    in the cache's window here.
+
+    Raises:
+        ValueError: fewer than 0 queries.
     """
 
     page = 1
@@ -51,7 +56,7 @@ class Pillar(FollowsChecks, FollowsMoves, LearnsFromQueries, ReadsKeys, Selector
         self.stale = False  # whether the weights are those of queries before the last
 
     def append(self, rows: Rows) -> None:
-        if rows.last_queries is not None:
+        if self.queries and rows.last_queries is not None:
             self._ask(*self._of_prompt(rows))
         padding, heads = (rows.positions < 0)[:, None], rows.keys.shape[1]
         newest = rows.positions[:, None].expand(-1, heads, -1).float()  # until anything is asked
@@ -72,11 +77,12 @@ class Pillar(FollowsChecks, FollowsMoves, LearnsFromQueries, ReadsKeys, Selector
         weights, read = self.weights.data, 0  # bytes for each row and KV head
         if self.stale:
             keys = self.stored_keys()
-            weights.copy_(self._given(keys).masked_fill_(weights.isneginf(), -torch.inf))
+            asks = self.total.data.isfinite().any(2, keepdim=True)  # [B,H,1]: others had padding alone
+            weights.copy_(torch.where(asks & ~weights.isneginf(), self._given(keys), weights))
             self.stale, read = False, keys.shape[3] * self.bytes_of(keys)
         if self.chosen.rows < min(budget, self.weights.rows):
             self.chosen.reset()
-            self.chosen.append(best(weights, budget))
+            self.chosen.append(best(weights.masked_fill(~step.valid[:, None], -torch.inf), budget))
             read += weights.element_size()
         selection = Selection.tokens(self.chosen.data[..., :budget])
         if not step.counted:
