@@ -201,6 +201,7 @@ METHODS = {
         faithful="weights summed over a check's tokens and over the group, by a pass over the keys of its own",
         departs="the prompt's last queries choose first, where its code begins with the newest tokens; these are the "
         "window's and not the budget's",
+        scans="nothing; every key once behind a check",
         builds="the weights that the prompt's last queries give",
         needs="the prompt's last queries, and checks of drafts (`generate_lossless`)",
     ),
