@@ -129,7 +129,9 @@ class Bench:
 
     def _loop(self, spec: str, length: DraftLength) -> DraftLoop:
         cache = self.prefill.cache(spec, self.options.budget, capacity=self.room, **self.settings)
-        return loop_behind(self.prefill, cache, self.ids, length)
+        loop = loop_behind(self.prefill, cache, self.ids, length)
+        loop.choose_once = self.options.choose_once
+        return loop
 
     def warm(self) -> None:
         """Run what compiles code and builds indexes."""
@@ -255,6 +257,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--selector", action="append", help=f"of drafts; repeat for more; default {' '.join(SELECTED)}")
     out.add_argument("--budget", type=int, default=256, help="rows of a draft step")
     out.add_argument("--draft", default="2,4,8", help="tokens to draft; several with commas")
+    out.add_argument("--choose-once", action="store_true", help="drafts of a round read what its first one chose")
     out.add_argument("--dense", default="sdpa,static", help="ways of transformers, with commas")
     out.add_argument("--rounds", type=int, default=5, help="turns of each way")
     out.add_argument("--block", type=int, default=8, help="tokens of a turn, at least")
@@ -333,6 +336,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "device": options.device,
         "threads": options.threads,
         "budget": options.budget,
+        "choose_once": options.choose_once,
         **bench.settings,
         "rounds": options.rounds,
         "block": options.block,

@@ -34,6 +34,8 @@ class Search:
     Attributes:
         abilities: which parts of the selector can do what.
         latest: the last selection; None before the first.
+        keep_choice: whether the next steps read what the last one chose, as long as no rows are sealed: drafts of one
+            round may. The selector is not asked, and nothing is counted as read to choose.
         latest_tail: what was attended to beside it.
         latest_promise: what it holds by the selector's estimate, of a budget by mass.
         lookahead: `[B,H,G,D]`, the next query, as the layer before foresees it; of one step.
@@ -45,12 +47,13 @@ class Search:
         self._of_ranks = None if ranks is None else RankChoice.of(selector, stored, ranks)
         self.lookahead: Tensor | None = None
         self.abilities = Abilities.of(selector)
-        self.pages_checked = False
+        self.pages_checked = self.keep_choice = False
         self.forget()
 
     def forget(self) -> None:
         """Let go of what was answered."""
         self.latest: Selection | None = None
+        self._latest_zone = 0  # places of sealed rows that it chose among
         self.latest_tail: Tail | None = None
         self.latest_promise: Promise | None = None
 
@@ -121,6 +124,8 @@ class Search:
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
         """
+        if self.keep_choice and self.latest is not None and self._latest_zone == self.stored.zones.zone:
+            return self._kept(counted)
         if self.check:
             self.note_dropped()  # what it drops while it chooses, it may still read at this step
         wanted = allowed.mass is not None or self.abilities.weighs_unsealed
@@ -131,9 +136,20 @@ class Search:
             unsealed_lse = lambda: self.unsealed_lse(query).to(there.device)  # noqa: E731
         self.latest_tail = self.latest_promise = None
         self.latest = self._chosen(there, allowed, unsealed_lse, counted)
+        self._latest_zone = self.stored.zones.zone
         self.lookahead = None  # it was of this step
         if weighed_here and counted:
             self.latest = self._also_read(self.latest)
+        return self.latest
+
+    def _kept(self, counted: bool) -> Selection:
+        """Return the last selection, whose choice cost nothing now."""
+        assert self.latest is not None
+        self.latest_tail = self.latest_promise = self.lookahead = None
+        if counted and self.latest.scan_bytes is not None:
+            nothing = torch.zeros_like(self.latest.scan_bytes)
+            scanned = None if self.latest.scanned is None else torch.zeros_like(self.latest.scanned)
+            self.latest = dataclasses.replace(self.latest, scanned=scanned, scan_bytes=nothing)
         return self.latest
 
     def _chosen(

@@ -112,6 +112,8 @@ class Lossless:
             instead: it may hold earlier turns, and keeps this one.
         draft: tokens to draft before each check, 1 to 16; 0: plain dense decoding; "auto": as many as the seconds and
             the acceptance of this generation make best, 0 where drafts do not pay.
+        choose_once: whether the drafts between two checks read the rows that the first of them chose, beside those that
+            are read anyway: cheaper drafts, of which fewer may be accepted.
         rounding: two best scores that differ by less than this share of the best one are a tie; None: four units of
             the model's dtype.
         streamer: told of the prompt and of each token, as `generate` tells one; None: nobody. transformers hands its
@@ -131,6 +133,7 @@ class Lossless:
         budget: Budget | PerLayer | None = 256,
         draft: int | str = "auto",
         *,
+        choose_once: bool = False,
         rounding: float | None = None,
         streamer: Any = None,
         **settings: Any,
@@ -140,7 +143,7 @@ class Lossless:
         if settings.get("sparse_from") is not None:
             raise ValueError("sparse_from has no meaning here: drafts alone are sparse")
         self.selector, self.budget, self.draft, self.rounding = selector, budget, draft, rounding
-        self.streamer, self.settings = streamer, settings
+        self.choose_once, self.streamer, self.settings = choose_once, streamer, settings
         self.stats: LosslessStats | None = None
 
     def __call__(
@@ -179,7 +182,8 @@ class Lossless:
         check_cache(cache)
         rounding = ROUNDING * torch.finfo(model.dtype).eps if self.rounding is None else self.rounding
         length = self._length(cache, len(request.ids))
-        loop = DraftLoop(model, cache, request.ids, request.rules, length, rounding, request.streamer)
+        rules = request.rules
+        loop = DraftLoop(model, cache, request.ids, rules, length, rounding, request.streamer, self.choose_once)
         self.stats, before = loop.stats, cache.sparse_from
         try:
             new, positions = request.new(cache.get_seq_length())
@@ -217,6 +221,7 @@ def generate_lossless(
     budget: Budget | PerLayer | None = 256,
     draft: int | str = "auto",
     *,
+    choose_once: bool = False,
     rounding: float | None = None,
     cache: SparseCache | None = None,
     streamer: Any = None,
@@ -228,7 +233,7 @@ def generate_lossless(
     Args:
         model: of transformers, in eval mode.
         ids: `[B,T]` prompts.
-        selector, budget, draft, rounding, streamer: see `Lossless`.
+        selector, budget, draft, choose_once, rounding, streamer: see `Lossless`.
         cache: a `SparseCache` of this model, which holds earlier turns and keeps this one, instead of `selector` and
             `budget`.
         settings: of the `SparseCache` that is made, such as `{"sink": 4}`.
@@ -237,7 +242,9 @@ def generate_lossless(
     Raises:
         ValueError, ModelError: see `Lossless` and `SparseCache`.
     """
-    custom = Lossless(selector, budget, draft, rounding=rounding, streamer=streamer, **(settings or {}))
+    custom = Lossless(
+        selector, budget, draft, choose_once=choose_once, rounding=rounding, streamer=streamer, **(settings or {})
+    )
     options.setdefault("attention_mask", torch.ones_like(ids))
     if cache is not None:
         options["cache"] = cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from sparseattn.cache.search import Search  # noqa: E402
 from sparseattn.models import sparse_layer  # noqa: E402
 from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.drafts.length import AutoLength  # noqa: E402
@@ -68,6 +70,32 @@ def test_greedy_tokens_are_full_attentions(model: Any, selector: str, draft: int
     assert (out.stats.tokens, out.stats.ties) == (NEW, [])
     assert (out.stats.drafted > 0) is (draft > 0)
     assert out.stats.accepted <= out.stats.drafted
+
+
+@pytest.mark.parametrize("selector", ["quest:page=4", "exact", "tailed:inner=[quest:page=4],rows=16"])
+def test_drafts_of_a_round_may_read_what_its_first_one_chose(
+    model: Any, selector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are full attention's all the same; a round asks each layer's method once, and once more behind a seal."""
+    asked: list[int] = []
+    choose = Search._chosen
+
+    def counted(self: Search, *given: Any) -> Any:
+        asked.append(id(self))
+        return choose(self, *given)
+
+    monkeypatch.setattr(Search, "_chosen", counted)
+    inputs, times = whole(prompt()), {}
+    for once in (False, True):
+        asked.clear()
+        out = lossless(model, inputs, selector, 8, 5, choose_once=once)
+        assert torch.equal(out.sequences, dense(model, inputs))
+        times[once] = max(Counter(asked).values())  # of a layer; trials of a selector are searches of their own
+        if not once:
+            assert times[once] == out.stats.draft_steps
+        else:
+            rounds = sum(count for drafts, count in out.stats.rounds.items() if drafts)
+            assert rounds <= times[once] <= 2 * rounds < out.stats.draft_steps
 
 
 def test_drafts_that_read_every_row_are_all_accepted(model: Any) -> None:

@@ -32,6 +32,7 @@ class DraftLoop:
         length: how many tokens are drafted.
         rounding: two best scores that differ by less than this share of the best one are a tie.
         streamer: told of each token; None: nobody.
+        choose_once: whether a round's drafts read the rows that its first one chose.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class DraftLoop:
         length: DraftLength,
         rounding: float,
         streamer: Any = None,
+        choose_once: bool = False,
     ) -> None:
+        self.choose_once = choose_once
         self.model, self.cache, self.rules, self.length = model, cache, rules, length
         self.rounding, self.streamer, self.stats = rounding, streamer, LosslessStats()
         batch, self.prompt = ids.shape
@@ -186,17 +189,27 @@ class DraftLoop:
             layer.keep_unsealed(count)
         self._room(max(self.ends) + count + 1)
         alive = [int(not done) for done in self.done]
-        for i in range(count):
-            logits = self._feed(token, alive, i, dense=False)
-            ends = [end + i for end in self.ends]
-            chosen, probabilities = self.rules.choose(self.rules.scores(self.ids, ends, logits)[:, 0])
-            token = chosen[:, None]
-            self.ids.scatter_(1, torch.tensor(ends, device=self.ids.device)[:, None], token)
-            drafts = torch.cat([drafts, token], 1)
-            if probabilities is not None:
-                proposed.append(probabilities)
+        try:
+            for i in range(count):
+                self._keep_choices(self.choose_once and i > 0)
+                logits = self._feed(token, alive, i, dense=False)
+                ends = [end + i for end in self.ends]
+                chosen, probabilities = self.rules.choose(self.rules.scores(self.ids, ends, logits)[:, 0])
+                token = chosen[:, None]
+                self.ids.scatter_(1, torch.tensor(ends, device=self.ids.device)[:, None], token)
+                drafts = torch.cat([drafts, token], 1)
+                if probabilities is not None:
+                    proposed.append(probabilities)
+        finally:
+            self._keep_choices(False)
         self.cache.crop(-count)
         return drafts, proposed
+
+    def _keep_choices(self, keep: bool) -> None:
+        """Let layers read at the next steps what they chose last, or choose at each."""
+        for layer in self.cache.sparse_layers.values():
+            for part in layer.parts:
+                part.rows.search.keep_choice = keep
 
     def _verify(self, drafts: Tensor) -> Tensor:
         """Return full attention's logits `[B,k+1,V]` behind the newest token and each draft `[B,k]`."""
