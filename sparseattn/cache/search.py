@@ -53,7 +53,7 @@ class Search:
     def forget(self) -> None:
         """Let go of what was answered."""
         self.latest: Selection | None = None
-        self._latest_zone = 0  # places of sealed rows that it chose among
+        self._latest_sealed: list[int] = []  # rows of each sequence that it chose among, on all ranks together
         self.latest_tail: Tail | None = None
         self.latest_promise: Promise | None = None
 
@@ -124,7 +124,7 @@ class Search:
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
         """
-        if self.keep_choice and self.latest is not None and self._latest_zone == self.stored.zones.zone:
+        if self.keep_choice and self.latest is not None and self._latest_sealed == self.stored.zones.sealed:
             return self._kept(counted)
         if self.check:
             self.note_dropped()  # what it drops while it chooses, it may still read at this step
@@ -136,7 +136,7 @@ class Search:
             unsealed_lse = lambda: self.unsealed_lse(query).to(there.device)  # noqa: E731
         self.latest_tail = self.latest_promise = None
         self.latest = self._chosen(there, allowed, unsealed_lse, counted)
-        self._latest_zone = self.stored.zones.zone
+        self._latest_sealed = [*self.stored.zones.sealed]
         self.lookahead = None  # it was of this step
         if weighed_here and counted:
             self.latest = self._also_read(self.latest)
