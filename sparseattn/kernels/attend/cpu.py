@@ -19,9 +19,9 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
+from sparseattn.kernels.attend.cpu_many import BY_ROWS, prepare, products_for, room_for
+from sparseattn.kernels.attend.cpu_many import add_rows as add_rows_of_many
 from sparseattn.kernels.attend.cpu_softmax import BATCH, TILE, add_rows, join_parts
-from sparseattn.kernels.attend.cpu_tiles import FEWEST, fit, prepare, room_for
-from sparseattn.kernels.attend.cpu_tiles import add_rows as add_rows_by_tiles
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, fetch, put_float, read, rows_at
@@ -33,17 +33,17 @@ PART_ROWS = 128  # rows for which a part of its own pays
 
 
 @njit  # not fastmath, which numba hands on to what is called: `powers` may not be reordered
-def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
+def _part(query, size, scale, products, stored, h, table, spans, zones, parts):
     """Attention of a list's query heads, flat of `[share,D]`, over one part of their rows.
 
-    tiled: whether matrix tiles multiply; stored: keys and values flat, each with the steps of block, head and row;
-    table: blocks of the sequence, and rows of one; spans: start, length and bias `[S]`, and the longest; zones: sink,
-    base, sealed and end; parts: the one's number, how many there are, `acc` `[share*D]`, `peak` and `total` `[share]`,
-    which are written.
+    products: how they are made, see `cpu_many`; stored: keys and values flat, each with the steps of block, head and
+    row; table: blocks of the sequence, and rows of one; spans: start, length and bias `[S]`, and the longest; zones:
+    sink, base, sealed and end; parts: the one's number, how many there are, `acc` `[share*D]`, `peak` and `total`
+    `[share]`, which are written.
     """
     ((keys, key_steps), (values, value_steps)), (table, block_rows), (start, length, bias, span) = stored, table, spans
     (sink, base, sealed, end), (split, splits, acc, peak, total) = zones, parts
-    share = peak.shape[0]
+    share, many = peak.shape[0], products != BY_ROWS
     slots, zone = start.shape[0], min(sealed, block_rows * table.shape[0]) - base
     recent = max(end - sealed, 0)
     rows = sink + recent
@@ -60,9 +60,9 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
     weights = np.empty(share * TILE, np.float32)
     more, extra = np.zeros(room, np.float32), np.float32(0)
     queries, sums = (scaled, share, size), (peak, total, acc)
-    workspace = np.empty(room_for(share, size) if tiled else 0, np.uint8)
-    asked = workspace, share, size, scale
-    if tiled:
+    workspace = np.empty(room_for(share, size) if many else 0, np.uint8)
+    asked = products, workspace, share, size, scale
+    if many:
         prepare(workspace, query, share, size)
     filled, passed = 0, 0
     for s in range(slots + 2):
@@ -81,7 +81,7 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
             continue
         first, last = max(low, low + begin - passed), min(high, low + stop - passed)
         passed += high - low
-        scattered = not tiled or last - first < RUN
+        scattered = not many or last - first < RUN
         block, row = 0, first
         if first >= block_rows:  # a division takes as long as a row's products
             block, row = first // block_rows, first % block_rows
@@ -98,25 +98,25 @@ def _part(query, size, scale, tiled, stored, h, table, spans, zones, parts):
             row += 1
             filled += 1
             if filled == BATCH:
-                if tiled:
-                    add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, BATCH), sums)
+                if many:
+                    add_rows_of_many(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, BATCH), sums)
                 else:
                     add_rows(queries, (keys, key_at), (values, value_at), (more, BATCH), weights, sums)
                 filled = 0
         if passed >= stop:
             break
-    if tiled:
-        add_rows_by_tiles(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, filled), sums)
+    if many:
+        add_rows_of_many(asked, (keys, key_at), (values, value_at), (more, bias.shape[0] > 0, filled), sums)
     else:
         add_rows(queries, (keys, key_at), (values, value_at), (more, filled), weights, sums)
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(query, keys, values, table, spans, zones, splits, tiled, outs):
+def _attend(query, keys, values, table, spans, zones, splits, products, outs):
     """query: where `[B*Hs,share,D]` lies, its sizes, how many KV heads there are, and the factor of logits of base 2;
     keys, values: where they lie, with the steps of block, head and row; table: `[B,M]`, blocks of each sequence, and
     rows of one; spans: start and length `[B*Hs,S]`, bias likewise or without slots, S, and the longest; zones: sink,
-    sealed and end `[B]`, and base; splits: parts of a list; tiled: whether matrix tiles multiply; outs: where out
+    sealed and end `[B]`, and base; splits: parts of a list; products: see `_part`; outs: where out
     `[B*Hs,share,D]` and lse lie.
 
     What the parfor below reads stands loose: taking tuples apart in it costs a call 1 to 2 us.
@@ -140,7 +140,7 @@ def _attend(query, keys, values, table, spans, zones, splits, tiled, outs):
         h = which % chosen * heads // chosen
         s, q = which * slots, which * part
         _part(
-            queries[q : q + part], size, scale, tiled, ((rows, key_steps), (others, value_steps)), h,
+            queries[q : q + part], size, scale, products, ((rows, key_steps), (others, value_steps)), h,
             (blocks[b], block_rows),
             (start[s : s + slots], length[s : s + slots], bias[which], span), (sink[b], base, sealed[b], end[b]),
             (split, splits, acc[which, split], peak[which, split], total[which, split]),
@@ -188,7 +188,7 @@ def attend(
             (start.data_ptr(), length.data_ptr(), bias, slots, span),
             (sink.data_ptr(), sealed.data_ptr(), end.data_ptr(), bounds.base),
             splits,
-            share >= FEWEST and fit(query.dtype, size),
+            products_for(share, query.dtype, size),
             (out.data_ptr(), lse.data_ptr()),
         )
     return out, lse

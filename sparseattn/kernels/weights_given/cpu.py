@@ -1,4 +1,4 @@
-"""What queries give to rows, compiled by numba for the CPU: each key is read once, by matrix tiles for many queries."""
+"""What queries give to rows, compiled by numba for the CPU: each key is read once, 16 at a time for many queries."""
 
 # Kernels are compiled by numba, which takes types from the arguments.
 # mypy: disallow-untyped-defs=False
@@ -13,7 +13,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from sparseattn.kernels.attend.cpu_tiles import FEWEST, ROWS, fit, logits, prepare, room_for
+from sparseattn.kernels.attend.cpu_many import BY_ROWS, logits, prepare, products_for, room_for
+from sparseattn.kernels.attend.cpu_tiles import ROWS
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, as_bits, flat_rows, read
@@ -45,19 +46,20 @@ def _add_powers(typing, out, to, numbers, at, count, total):
 
 
 @njit
-def _weights_of_part(query, scaled, share, size, scale, tiled, total, keys, at, step, rows, out):
+def _weights_of_part(query, scaled, share, size, scale, products, total, keys, at, step, rows, out):
     """`out[:rows]`: what `share` queries, flat as stored and as float32 times `scale`, give to rows from `at` on."""
-    room = np.empty(room_for(share, size) if tiled else 0, np.uint8)
+    room = np.empty(room_for(share, size) if products != BY_ROWS else 0, np.uint8)
     held = np.empty((share + 15) // 16 * 16 * ROWS, np.float32)
-    given, places = np.empty(ROWS, np.float32), np.empty(ROWS, np.int64)
-    if tiled:
+    given, places, coming = np.empty(ROWS, np.float32), np.empty(ROWS, np.int64), np.empty(ROWS, np.int64)
+    if products != BY_ROWS:
         prepare(room, query, share, size)
     for first in range(0, rows, ROWS):
         many = min(ROWS, rows - first)
-        if tiled:
+        if products != BY_ROWS:
             for t in range(many):
                 places[t] = at + (first + t) * step
-            logits((room, share, size, scale), (keys, places), many, held)
+                coming[t] = places[t] + ROWS * step
+            logits((products, room, share, size, scale), (keys, places), many, (keys, coming), held)
         else:
             scores_of_part(scaled, share, size, keys, at + first * step, step, 0, many, held.reshape(-1, ROWS))
         given[:] = 0
@@ -70,7 +72,7 @@ def _weights_of_part(query, scaled, share, size, scale, tiled, total, keys, at, 
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _weights_given(query, total, keys, steps, heads, scale, tiled, out):
+def _weights_given(query, total, keys, steps, heads, scale, products, out):
     """query: `[B*H,M*D]`, stored numbers; total: `[B*H,M]`; scale: factor of logits of base 2; out: `[B*H,N]`."""
     (lists, rows), share = out.shape, total.shape[1]
     parts = (rows + PART - 1) // PART
@@ -80,7 +82,7 @@ def _weights_given(query, total, keys, steps, heads, scale, tiled, out):
         for d in range(len(scaled)):
             scaled[d] = read(flat, d) * scale
         at = which // heads * steps[0] + which % heads * steps[1] + first * steps[2]
-        _weights_of_part(flat, scaled, share, len(scaled) // share, scale, tiled, total[which], keys, at, steps[2],
+        _weights_of_part(flat, scaled, share, len(scaled) // share, scale, products, total[which], keys, at, steps[2],
                          min(PART, rows - first), out[which, first:])  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def weights_given(queries: Tensor, total: Tensor, keys: Tensor, scale: float) ->
             steps,
             heads,
             np.float32(scale) * LOG2E,
-            share >= FEWEST and fit(queries.dtype, size),
+            products_for(share, queries.dtype, size),
             out.flatten(0, 1).numpy(),
         )
     return out

@@ -1,7 +1,8 @@
-"""Attention by matrix tiles, where the processor has them: the same as by vectors."""
+"""Attention of many queries by matrix tiles or by pairs, where the processor has them: the same as by rows."""
 
 from __future__ import annotations
 
+import llvmlite.binding
 import numba
 import pytest
 import torch
@@ -9,10 +10,15 @@ import torch
 from sparseattn import Bounds, Selection, attend
 
 pytest.importorskip("numba")
-from sparseattn.kernels import numba_tiles
-from sparseattn.kernels.attend import cpu, cpu_tiles
+from sparseattn.kernels import numba_pairs, numba_tiles
+from sparseattn.kernels.attend import cpu, cpu_many
+from sparseattn.kernels.attend.cpu_many import BY_PAIRS, BY_ROWS, BY_TILES
 
-tiled = pytest.mark.skipif(not numba_tiles.tiles(), reason="no matrix tiles of bfloat16 (AMX) on this processor")
+NO_TILES = pytest.mark.skipif(not numba_tiles.tiles(), reason="no matrix tiles of bfloat16 (AMX) on this processor")
+NO_PAIRS = pytest.mark.skipif(not numba_pairs.pairs(), reason="no products of pairs (AVX-512 BF16) on this processor")
+by_each = pytest.mark.parametrize(
+    "products", [pytest.param(BY_TILES, marks=NO_TILES, id="tiles"), pytest.param(BY_PAIRS, marks=NO_PAIRS, id="pairs")]
+)
 
 
 def test_code_for_other_processors_has_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,17 +29,33 @@ def test_code_for_other_processors_has_no_tiles(monkeypatch: pytest.MonkeyPatch)
     assert numba_tiles.compiled_for_tiles()
 
 
-def test_tiles_are_for_bfloat16_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_tiles, "tiles", lambda: True)
-    assert cpu_tiles.fit(torch.bfloat16, 128)
-    assert not cpu_tiles.fit(torch.float32, 128)
-    assert not cpu_tiles.fit(torch.bfloat16, 96)
+def test_code_for_other_processors_has_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", "+avx512bf16,-avx512vl")
+    assert not numba_pairs.compiled_for_pairs()
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", "+avx512bf16,+avx512vl")
+    assert numba_pairs.compiled_for_pairs()
+    monkeypatch.setattr(llvmlite.binding, "llvm_version_info", (15, 0, 7))
+    assert not numba_pairs.compiled_for_pairs()
 
 
-@tiled
-@pytest.mark.parametrize(("size", "share"), [(64, 8), (128, 12), (256, 16), (64, 35)])
+def test_products_are_as_dtype_size_and_queries_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_many, "pairs", lambda: True)
+    for tiles, few, many in ((True, BY_ROWS, BY_TILES), (False, BY_PAIRS, BY_PAIRS)):
+        monkeypatch.setattr(cpu_many, "tiles", lambda tiles=tiles: tiles)
+        assert cpu_many.products_for(6, torch.bfloat16, 128) == few
+        assert cpu_many.products_for(8, torch.bfloat16, 128) == many
+        assert cpu_many.products_for(4, torch.bfloat16, 128) == BY_ROWS
+        assert cpu_many.products_for(16, torch.float32, 128) == BY_ROWS
+        assert cpu_many.products_for(16, torch.bfloat16, 96) == BY_ROWS
+    assert cpu_many.products_for(3, torch.bfloat16, 64) == BY_PAIRS
+    monkeypatch.setattr(cpu_many, "pairs", lambda: False)
+    assert cpu_many.products_for(16, torch.bfloat16, 128) == BY_ROWS
+
+
+@by_each
+@pytest.mark.parametrize(("size", "share"), [(64, 3), (128, 12), (256, 16), (64, 35)])
 @pytest.mark.parametrize("kind", ["run", "pages", "rows", "blocks"])
-def test_tiles_find_what_vectors_find(size: int, share: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_found_as_by_rows(products: int, size: int, share: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that lie together, pages, single rows with a bias, and rows of a paged store."""
     torch.manual_seed(size + share)
     rows, table = 1500, None
@@ -52,8 +74,8 @@ def test_tiles_find_what_vectors_find(size: int, share: int, kind: str, monkeypa
         keys, values = (part.reshape(2, 3, 15, 100, size).transpose(1, 2).flatten(0, 1) for part in (keys, values))
         table = torch.arange(30, dtype=torch.int32).view(2, 15)
     found = []
-    for used in (True, False):
-        monkeypatch.setattr(cpu, "fit", lambda *given, used=used: used)
+    for used in (products, BY_ROWS):
+        monkeypatch.setattr(cpu, "products_for", lambda *given, used=used: used)
         found.append(attend(query, keys, values, chosen, bounds, impl="numba", block_table=table))
     wide = (part.float() for part in (query, keys, values))
     expected = attend(*wide, chosen, bounds, impl="reference", block_table=table)
@@ -64,8 +86,11 @@ def test_tiles_find_what_vectors_find(size: int, share: int, kind: str, monkeypa
     assert off[0] < 1.05 * off[1]  # what is left is the rounding of the output
 
 
-@tiled
-def test_rows_that_are_no_numbers_show_and_those_at_infinity_weigh_nothing() -> None:
+@by_each
+def test_rows_that_are_no_numbers_show_and_those_at_infinity_weigh_nothing(
+    products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "products_for", lambda *given: products)
     torch.manual_seed(0)
     query, keys = torch.ones(1, 1, 8, 64), torch.randn(1, 1, 200, 64)
     values, start = torch.randn(1, 1, 200, 64), torch.zeros(1, 1, 1, dtype=torch.int32)
