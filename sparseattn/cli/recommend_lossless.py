@@ -77,11 +77,15 @@ def run(options: RecommendOptions) -> None:
 
 
 def _table(choices: Sequence[DraftChoice]) -> Table:
-    columns = [Column.text("draft"), Column.text("budget"), Column("drafts"), Column("tokens/s", "{:.1f}".format)]
-    columns += [Column("to plain steps", "{:.2f}".format), Column("accepted", "{:.0%}".format)]
+    columns = [Column.text("draft"), Column.text("budget"), Column("drafts"), Column.text("choices")]
+    columns += [Column("tokens/s", "{:.1f}".format), Column("to plain steps", "{:.2f}".format)]
+    columns += [Column("accepted", "{:.0%}".format)]
     table = Table("Tokens of full attention, by draft", columns, row_head=0)
     for choice in choices:
-        drafted = [choice.selector, budget_label(choice.budget), choice.drafts] if choice.drafts else ["none", None, 0]
+        drafted = ["none", None, 0, None]
+        if choice.drafts:
+            choices_of = "one a round" if choice.choose_once else "each draft"
+            drafted = [choice.selector, budget_label(choice.budget), choice.drafts, choices_of]
         table.add(*drafted, choice.tokens_a_second, choice.to_plain, choice.acceptance)
     return table
 
@@ -89,7 +93,8 @@ def _table(choices: Sequence[DraftChoice]) -> Table:
 def _sentence(best: DraftChoice) -> str:
     if not best.drafts:
         return f"No draft is {GAIN:g} times as fast as plain steps of full attention here: leave drafts out (draft=0)."
+    once = ", choose_once=True" if best.choose_once else ""
     return (
-        f'Fastest: generate_lossless(model, ids, "{best.selector}", {best.budget!r}, draft={best.drafts}), '
+        f'Fastest: generate_lossless(model, ids, "{best.selector}", {best.budget!r}, draft={best.drafts}{once}), '
         f"{best.to_plain:.2f} times as fast as plain steps of full attention"
     )

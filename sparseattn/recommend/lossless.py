@@ -26,6 +26,7 @@ class DraftChoice:
         tokens_a_second: over all prompts.
         to_plain: times as fast as plain dense steps of the same prompts.
         acceptance: drafts accepted, over all prompts; None without drafts.
+        choose_once: whether the drafts between two checks read the rows that the first of them chose.
     """
 
     selector: str
@@ -34,6 +35,7 @@ class DraftChoice:
     tokens_a_second: float
     to_plain: float
     acceptance: float | None
+    choose_once: bool = False
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
@@ -41,6 +43,7 @@ class DraftChoice:
             "selector": self.selector,
             "budget": None if not self.drafts else budget_label(self.budget),
             "drafts": self.drafts,
+            "choose_once": self.choose_once,
             "tokens_a_second": round(self.tokens_a_second, 3),
             "to_plain": round(self.to_plain, 3),
             "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
@@ -52,7 +55,7 @@ class DraftTrial:
     """What is measured.
 
     Args:
-        methods, budgets, drafts: to choose among.
+        methods, budgets, drafts: to choose among; two drafts or more also with one choice for all of them.
         tokens: of each block that is timed.
         sink, window: of the caches.
         chunk: tokens a forward pass of a prefill.
@@ -79,21 +82,24 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
         trial: see `DraftTrial`.
         done: called after each method and budget on each prompt.
     """
-    blocks: dict[tuple[str, Budget, int], list[tuple[TimedTokens, TimedTokens]]] = {}
+    blocks: dict[tuple[str, Budget, int, bool], list[tuple[TimedTokens, TimedTokens]]] = {}
     for ids in prompts:
         prefill = Prefill(model, ids, chunk=trial.chunk)
         for method in trial.methods:
             for budget in trial.budgets:
-                room = ids.shape[1] + (trial.tokens + 16) * (len(trial.drafts) + 3)
+                room = ids.shape[1] + (trial.tokens + 16) * (2 * len(trial.drafts) + 3)
                 cache = prefill.cache(method, budget, sink=trial.sink, window=trial.window, capacity=room)
                 length = FixedLength(max(trial.drafts))
                 loop = loop_behind(prefill, cache, ids, length)
                 advance(loop, 1)  # compiles, and builds the index
+                chooses = loop.chose_rows()
                 length.drafts = 0
                 plain = advance(loop, trial.tokens)
                 for drafts in trial.drafts:
-                    length.drafts = drafts
-                    blocks.setdefault((method, budget, drafts), []).append((advance(loop, trial.tokens), plain))
+                    for choose_once in (False, True) if chooses and drafts > 1 else (False,):
+                        length.drafts, loop.choose_once = drafts, choose_once
+                        timed = advance(loop, trial.tokens), plain
+                        blocks.setdefault((method, budget, drafts, choose_once), []).append(timed)
                 done()
     choices = [_choice(*key, pairs) for key, pairs in blocks.items()]
     plainly = [plain for pairs in blocks.values() for _, plain in pairs]
@@ -102,12 +108,12 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
 
 
 def _choice(
-    selector: str, budget: Budget, drafts: int, pairs: Sequence[tuple[TimedTokens, TimedTokens]]
+    selector: str, budget: Budget, drafts: int, choose_once: bool, pairs: Sequence[tuple[TimedTokens, TimedTokens]]
 ) -> DraftChoice:
     rate, plainly = (_rate(blocks) for blocks in zip(*pairs, strict=True))
     drafted = sum(block.stats.drafted for block, _ in pairs)
     accepted = sum(block.stats.accepted for block, _ in pairs) / drafted
-    return DraftChoice(selector, budget, drafts, rate, rate / plainly, accepted)
+    return DraftChoice(selector, budget, drafts, rate, rate / plainly, accepted, choose_once)
 
 
 def _rate(blocks: Sequence[TimedTokens]) -> float:

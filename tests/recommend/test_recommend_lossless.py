@@ -26,8 +26,9 @@ def test_a_rate_is_all_tokens_over_all_seconds() -> None:
     def block(tokens: int, seconds: float, drafted: int = 0) -> TimedTokens:
         return TimedTokens(seconds, tokens, LosslessStats(drafted=drafted, accepted=tokens - 1 if drafted else 0))
 
-    choice = _choice("quest", 64, 8, [(block(9, 1.0, 8), block(8, 1.0)), (block(1, 1.0, 8), block(8, 1.0))])
+    choice = _choice("quest", 64, 8, True, [(block(9, 1.0, 8), block(8, 1.0)), (block(1, 1.0, 8), block(8, 1.0))])
     assert (choice.tokens_a_second, choice.to_plain, choice.acceptance) == (5.0, 0.625, 0.5)
+    assert choice.record()["choose_once"]
 
 
 def test_it_measures_each_way_and_says_which_is_fastest(tmp_path: Path) -> None:
@@ -42,6 +43,15 @@ def test_it_measures_each_way_and_says_which_is_fastest(tmp_path: Path) -> None:
     assert all(0 <= choice["acceptance"] <= 1 for choice in record["choices"] if choice["drafts"])
     named = "Fastest: generate_lossless" if record["chosen"]["drafts"] else "leave drafts out (draft=0)"
     assert named in result.output
+
+
+def test_two_drafts_of_a_method_that_chooses_are_also_tried_with_one_choice(tmp_path: Path) -> None:
+    result = run(LINE, "--selector", "quest", "--drafts", "1,2", "--budget", "16", "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    choices = json.loads((tmp_path / "lossless.json").read_text())["choices"]
+    ways = sorted((choice["selector"], choice["drafts"], choice["choose_once"]) for choice in choices)
+    quest = [("quest", 1, False), ("quest", 2, False), ("quest", 2, True)]
+    assert ways == [("", 0, False), *quest, ("window", 1, False), ("window", 2, False)]
 
 
 @pytest.mark.parametrize(

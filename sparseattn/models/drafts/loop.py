@@ -205,6 +205,12 @@ class DraftLoop:
         self.cache.crop(-count)
         return drafts, proposed
 
+    def chose_rows(self) -> bool:
+        """Return whether drafts chose any rows, which methods such as `window` do not."""
+        parts = (part for layer in self.cache.sparse_layers.values() for part in layer.parts)
+        chosen = (part.rows.search.latest for part in parts)
+        return any(choice is not None and choice.start.shape[2] > 0 for choice in chosen)
+
     def _keep_choices(self, keep: bool) -> None:
         """Let layers read at the next steps what they chose last, or choose at each."""
         for layer in self.cache.sparse_layers.values():
