@@ -8,6 +8,8 @@ The products of 16 rows with 16 queries are made by matrix tiles or by pairs, wh
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -25,6 +27,7 @@ FEWEST_FOR_PAIRS = 5  # 12 queries take 9 ms, by rows 16; 4 take 8 and 8 (the lo
 FEWEST_OF_FEW_CHANNELS = 3  # from which on pairs pay where a row has 64 channels: 6 ms, by rows 8
 
 
+@functools.cache  # a step asks each layer
 def products_for(share: int, dtype: torch.dtype, size: int) -> int:
     """Return how rows of a dtype and size are multiplied here with `share` queries of a KV head."""
     if dtype != torch.bfloat16 or size % CHANNELS:
