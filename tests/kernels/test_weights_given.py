@@ -27,7 +27,7 @@ def test_it_is_a_sum_of_softmax_weights() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("queries", "rows", "size"), [(1, 5, 32), (6, 700, 64), (20, 2_177, 128), (36, 130, 64)])
 def test_compiled_sums_are_the_references(queries: int, rows: int, size: int, dtype: torch.dtype) -> None:
-    """By vectors, and by matrix tiles where these are: 16 bits, many queries, a size in whole tiles."""
+    """By rows, and by matrix tiles or pairs where these are: 16 bits, many queries, a size in whole tiles."""
     pytest.importorskip("numba")
     query, total, keys = _drawn(queries, rows, size, dtype)
     found, expected = (dispatch.weights_given(query, total, keys, 0.3, impl=impl) for impl in ("numba", "torch"))

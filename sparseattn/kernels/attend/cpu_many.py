@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from sparseattn.kernels.attend.cpu_pairs import logits_by_pairs, values_by_vectors
-from sparseattn.kernels.attend.cpu_tiles import ROWS, logits_by_tiles, values_by_tiles
+from sparseattn.kernels.attend.cpu_sixteens import ROWS
+from sparseattn.kernels.attend.cpu_tiles import logits_by_tiles, values_by_tiles
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_pairs import pairs
 from sparseattn.kernels.numba_rows import array_at, exp2
@@ -135,7 +136,7 @@ def add_rows(asked, keys, values, added, sums):
             shrinks[g] = _softmax(weights, g * ROWS, biased, more[first:], many, whole, peak, total, g)
         if products == BY_TILES:
             values_by_tiles(weights, shrinks, of_rows, many, (parts, interleaved, halves, shapes), share, size, acc)
-        else:  # what is read behind the last rows of a batch is not known, and lies as far on if these are adjacent
+        else:  # the keys behind the last rows of a batch are guessed to follow at the same step
             ahead = ROWS * (key_at[first + 1] - key_at[first]) if last and many == ROWS else 0
             coming = keys, key_at[first:] if last else key_at[first + ROWS :], ahead
             values_by_vectors(weights, shrinks, of_rows, many, share, size, acc, coming)

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparseattn.kernels.attend.cpu_sixteens import LINE, adjacent, copied_line, turned
+from sparseattn.kernels.attend.cpu_sixteens import LINE, ROWS, adjacent, copied_line, turned
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_pairs import pairs_added
 from sparseattn.kernels.numba_tiles import CHANNELS
@@ -32,7 +32,6 @@ from sparseattn.kernels.numba_vectors import (
     times_plus,
 )
 
-ROWS = 4 * LINE
 AT_ONCE = 8  # rows whose products with 16 queries stay in registers
 SERVED = 6  # queries whose sums of `CHANNELS` channels stay in registers
 VECTORS = CHANNELS // LANES
@@ -42,7 +41,7 @@ VECTORS = CHANNELS // LANES
 def _products(typing, lanes, asked, q, rows, at, step, size, sums, s, coming, c):
     """Put the products of 8 rows from `rows[at:]` on, `step` apart, with 8 or 16 (`lanes`) queries into `sums[s:]`,
     `[8,16]`. Queries lie at `asked[q:]`, pair by pair of the channels of 16 of them. Meanwhile memory is asked for as
-    many rows from `coming[c:]` on."""
+    many rows from `coming[c:]` on, as if they were adjacent."""
     if not isinstance(lanes, types.IntegerLiteral):
         return None
 

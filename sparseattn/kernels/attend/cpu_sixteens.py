@@ -13,6 +13,7 @@ from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, place_in, splat
 
 LINE = 2 * LANES  # numbers of 16 bits of a register
+ROWS = 4 * LINE  # whose logits are known before their values are read
 
 
 @intrinsic

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sparseattn.kernels.attend.cpu_sixteens import adjacent, copied_line, turned
+from sparseattn.kernels.attend.cpu_sixteens import ROWS, adjacent, copied_line, turned
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_tiles import (
     CHANNELS,
@@ -32,8 +32,6 @@ from sparseattn.kernels.numba_tiles import (
     zeroed,
 )
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, place_in, splat, times_plus
-
-ROWS = 4 * PAIR
 
 
 @intrinsic

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from sparseattn.kernels.attend.cpu_many import BY_ROWS, logits, prepare, products_for, room_for
-from sparseattn.kernels.attend.cpu_tiles import ROWS
+from sparseattn.kernels.attend.cpu_sixteens import ROWS
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, as_bits, flat_rows, read
