@@ -92,11 +92,11 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
                 length = FixedLength(max(trial.drafts))
                 loop = loop_behind(prefill, cache, ids, length)
                 advance(loop, 1)  # compiles, and builds the index
-                chooses = loop.chose_rows()
+                each_chose = loop.each_chose()
                 length.drafts = 0
                 plain = advance(loop, trial.tokens)
                 for drafts in trial.drafts:
-                    for choose_once in (False, True) if chooses and drafts > 1 else (False,):
+                    for choose_once in (False, True) if each_chose and drafts > 1 else (False,):
                         length.drafts, loop.choose_once = drafts, choose_once
                         timed = advance(loop, trial.tokens), plain
                         blocks.setdefault((method, budget, drafts, choose_once), []).append(timed)

@@ -14,10 +14,11 @@ from sparseattn.kernels import numba_pairs, numba_tiles
 from sparseattn.kernels.attend import cpu, cpu_many
 from sparseattn.kernels.attend.cpu_many import BY_PAIRS, BY_ROWS, BY_TILES
 
-NO_TILES = pytest.mark.skipif(not numba_tiles.tiles(), reason="no matrix tiles of bfloat16 (AMX) on this processor")
-NO_PAIRS = pytest.mark.skipif(not numba_pairs.pairs(), reason="no products of pairs (AVX-512 BF16) on this processor")
+needs_tiles = pytest.mark.skipif(not numba_tiles.tiles(), reason="no matrix tiles of bfloat16 (AMX) on this processor")
+needs_pairs = pytest.mark.skipif(not numba_pairs.pairs(), reason="no AVX-512 BF16 on this processor")
 by_each = pytest.mark.parametrize(
-    "products", [pytest.param(BY_TILES, marks=NO_TILES, id="tiles"), pytest.param(BY_PAIRS, marks=NO_PAIRS, id="pairs")]
+    "products",
+    [pytest.param(BY_TILES, marks=needs_tiles, id="tiles"), pytest.param(BY_PAIRS, marks=needs_pairs, id="pairs")],
 )
 
 

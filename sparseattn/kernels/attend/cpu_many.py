@@ -13,7 +13,7 @@ import functools
 import numpy as np
 import torch
 
-from sparseattn.kernels.attend.cpu_pairs import logits_by_pairs, values_by_vectors
+from sparseattn.kernels.attend.cpu_pairs import logits_by_pairs, values_in_registers
 from sparseattn.kernels.attend.cpu_sixteens import ROWS
 from sparseattn.kernels.attend.cpu_tiles import logits_by_tiles, values_by_tiles
 from sparseattn.kernels.numba_cache import njit
@@ -28,7 +28,7 @@ FEWEST_FOR_PAIRS = 5  # 12 queries take 9 ms, by rows 16; 4 take 8 and 8 (the lo
 FEWEST_OF_FEW_CHANNELS = 3  # from which on pairs pay where a row has 64 channels: 6 ms, by rows 8
 
 
-@functools.cache  # a step asks each layer
+@functools.cache  # each layer asks at every step
 def products_for(share: int, dtype: torch.dtype, size: int) -> int:
     """Return how rows of a dtype and size are multiplied here with `share` queries of a KV head."""
     if dtype != torch.bfloat16 or size % CHANNELS:
@@ -49,26 +49,25 @@ def room_for(share, size):
 
 
 @njit
+def _view(kind, at, count):
+    """Return an array of `count` numbers at an address, and the address behind it."""
+    array = array_at(kind, at, count)
+    return array, at + array.itemsize * count
+
+
+@njit
 def _views(room, share, size):
     """Return what there is in the room: weights, sums of values, what sums weigh less once a larger logit is found, the
     queries as tiles, a copy of rows, interleaved values, halves of weights, and the shapes of tiles. Of one array, as
     making one takes longer than a view: parts by rows have an empty room."""
     tiles_of, groups = (share + TILE_ROWS - 1) // TILE_ROWS, (share + TILE_QUERIES - 1) // TILE_QUERIES
-    at = room.ctypes.data
-    weights = array_at(np.float32, at, tiles_of * TILE_ROWS * ROWS)
-    at += 4 * weights.shape[0]
-    parts = array_at(np.float32, at, TILE_ROWS * CHANNELS)
-    at += 4 * parts.shape[0]
-    shrinks = array_at(np.float32, at, groups * TILE_QUERIES)
-    at += 4 * shrinks.shape[0]
-    tiled = array_at(np.uint16, at, tiles_of * TILE_ROWS * size)
-    at += 2 * tiled.shape[0]
-    held = array_at(np.uint16, at, TILE_ROWS * size)
-    at += 2 * held.shape[0]
-    interleaved = array_at(np.uint16, at, ROWS * size)
-    at += 2 * interleaved.shape[0]
-    halves = array_at(np.uint16, at, 2 * groups * TILE_QUERIES * ROWS)
-    at += 2 * halves.shape[0]
+    weights, at = _view(np.float32, room.ctypes.data, tiles_of * TILE_ROWS * ROWS)
+    parts, at = _view(np.float32, at, TILE_ROWS * CHANNELS)
+    shrinks, at = _view(np.float32, at, groups * TILE_QUERIES)
+    tiled, at = _view(np.uint16, at, tiles_of * TILE_ROWS * size)
+    held, at = _view(np.uint16, at, TILE_ROWS * size)
+    interleaved, at = _view(np.uint16, at, ROWS * size)
+    halves, at = _view(np.uint16, at, 2 * groups * TILE_QUERIES * ROWS)
     return weights, parts, shrinks, tiled, held, interleaved, halves, array_at(np.uint8, at, TILE_SHAPES)
 
 
@@ -139,4 +138,4 @@ def add_rows(asked, keys, values, added, sums):
         else:  # the keys behind the last rows of a batch are guessed to follow at the same step
             ahead = ROWS * (key_at[first + 1] - key_at[first]) if last and many == ROWS else 0
             coming = keys, key_at[first:] if last else key_at[first + ROWS :], ahead
-            values_by_vectors(weights, shrinks, of_rows, many, share, size, acc, coming)
+            values_in_registers(weights, shrinks, of_rows, many, share, size, acc, coming)

@@ -1,4 +1,4 @@
-"""Products by vectors that stay in registers, for several queries of one KV head, where there are no matrix tiles.
+"""Products whose sums stay in registers, for several queries of one KV head, where there are no matrix tiles.
 
 Logits are products of pairs of bfloat16 (AVX-512 BF16): a pair of a row's channels with those of 16 queries. Values
 are widened and summed in float32, 64 channels of up to 6 queries at a time. Memory is kept busy throughout: while keys
@@ -41,7 +41,7 @@ VECTORS = CHANNELS // LANES
 def _products(typing, lanes, asked, q, rows, at, step, size, sums, s, coming, c):
     """Put the products of 8 rows from `rows[at:]` on, `step` apart, with 8 or 16 (`lanes`) queries into `sums[s:]`,
     `[8,16]`. Queries lie at `asked[q:]`, pair by pair of the channels of 16 of them. Meanwhile memory is asked for as
-    many rows from `coming[c:]` on, as if they were adjacent."""
+    many adjacent rows from `coming[c:]` on."""
     if not isinstance(lanes, types.IntegerLiteral):
         return None
 
@@ -162,7 +162,7 @@ def _summed(typing, served, weights, w, shrinks, g, values, value_at, count, d, 
 
 
 @njit
-def values_by_vectors(weights, shrinks, values, count, share, size, acc, coming):
+def values_in_registers(weights, shrinks, values, count, share, size, acc, coming):
     """Shrink the sums `acc` `[share*size]` by `shrinks`, and add the values of up to `ROWS` rows times `weights`;
     coming: the keys that are read next, their places and what is added to these."""
     (values, value_at), (keys, key_at, ahead) = values, coming

@@ -205,11 +205,12 @@ class DraftLoop:
         self.cache.crop(-count)
         return drafts, proposed
 
-    def chose_rows(self) -> bool:
-        """Return whether drafts chose any rows, which methods such as `window` do not."""
+    def each_chose(self) -> bool:
+        """Return whether each draft of the last round chose rows: `window` chooses none, `pillar` those of the last
+        check for all of them."""
         parts = (part for layer in self.cache.sparse_layers.values() for part in layer.parts)
-        chosen = (part.rows.search.latest for part in parts)
-        return any(choice is not None and choice.start.shape[2] > 0 for choice in chosen)
+        searches = [part.rows.search for part in parts if not part.rows.search.abilities.check_followers]
+        return any(search.latest is not None and search.latest.start.shape[2] > 0 for search in searches)
 
     def _keep_choices(self, keep: bool) -> None:
         """Let layers read at the next steps what they chose last, or choose at each."""
