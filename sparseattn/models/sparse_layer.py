@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class SparseLayer(CacheLayerMixin):
     Attributes:
         columns: tokens taken in, padding included.
         unattended: keys that `update` was given and that no attention call has dealt with; None in a whole layer.
+        dense_seconds: what dense attention has taken, by a clock that does not wait for a GPU.
     """
 
     is_sliding = False
@@ -80,6 +82,7 @@ class SparseLayer(CacheLayerMixin):
         self.parts, self.impl = tuple(parts), impl
         self.columns = 0
         self.unattended: Tensor | None = None
+        self.dense_seconds = 0.0
         self.forget_counts()
 
     @property
@@ -151,7 +154,9 @@ class SparseLayer(CacheLayerMixin):
         dense, scale = new - run.sparse_tokens, call.scale
         outs = []
         if dense:
+            started = time.perf_counter()
             outs.append(self._attend_densely(call, query, dense, run))
+            self.dense_seconds += time.perf_counter() - started
             self.dense_calls += 1
             for part in self.parts:
                 part.rows.deal()

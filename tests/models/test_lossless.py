@@ -358,7 +358,35 @@ def test_auto_drafts_as_many_as_pay() -> None:
 def test_auto_decodes_densely_where_attention_is_a_small_part() -> None:
     length = AutoLength(1e-5)
     assert _choices(length, 5, lambda k: k, 0.1, 0.0) == [0] * 5
-    assert "attention reads 9% of a step's bytes at 10,000 tokens" in length.reason
+    assert "attention takes 9% of a plain step at 10,000 tokens" in length.reason
+
+
+def test_auto_goes_by_the_seconds_of_attention() -> None:
+    """Not by bytes, where a clock has it; and drafts begin once attention has grown to a part that pays."""
+    length = AutoLength(1e-9)
+    chosen = []
+    for step in range(40):
+        count = length.next(10_000)
+        chosen.append(count)
+        length.observe(count, [count], 0.1 * count, 1.0, 0.1 if step < 20 else 0.5)
+    assert chosen[:20] == [0] * 20
+    assert chosen[-1] == 8
+    assert [count for count in chosen if count][:2] == [2, 4]
+    heavy = AutoLength(1.0)
+    for _ in range(5):
+        heavy.observe(heavy.next(10_000), [0], 0.1, 1.0, 0.1)
+    assert heavy.next(10_000) == 0
+    assert "attention takes 10% of a plain step" in heavy.reason
+
+
+def test_auto_begins_to_draft_in_the_middle_of_a_generation() -> None:
+    """By bytes too, where the context grows past what drafts need."""
+    length, chosen = AutoLength(4e-5), []
+    for context in range(3_000, 6_000, 50):
+        chosen.append(length.next(context))
+        length.observe(chosen[-1], [chosen[-1]], 0.1 * chosen[-1], 1.0)
+    assert chosen[:20] == [0] * 20
+    assert chosen[-1] == 8
 
 
 def test_auto_tries_again_ever_more_rarely() -> None:
@@ -387,7 +415,8 @@ def test_auto_generates_the_same_tokens(model: Any, monkeypatch: pytest.MonkeyPa
     assert out.stats.rounds[4] >= 1  # with budget None every draft is accepted
 
 
-def test_statistics_say_what_ran(llama: Any) -> None:
+def test_statistics_say_what_ran(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseattn.models.drafts.length.LEAST_SHARE", 1.0)
     stats = lossless(llama, whole(prompt()), "window", None, "auto").stats
     assert (stats.drafted, stats.rounds) == (0, {0: NEW - 1})
     assert stats.dense_seconds > 0

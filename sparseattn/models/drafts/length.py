@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from statistics import median
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # drafts that "auto" chooses among
-FIRST, PROBE = 2, 4  # drafts of the first round, and of one that measures
+FIRST, PROBE = 2, 4  # drafts of a round that measures: of the first, and where few were accepted; and else
+FEW = 0.8  # accepted
 GAIN = 1.05  # times dense decoding that drafting must promise
 FADE = 0.95  # what a round leaves of the weight of earlier ones, in the estimate of acceptance
 WAIT, LONGEST_WAIT = 64, 1024  # dense steps before drafting is tried again: at first, and at most
 AGAIN = 48  # rounds of drafts between two dense steps, which show what these take now
-LEAST_SHARE = 0.3  # of a step's bytes: where attention reads less, no draft can pay
+LEAST_SHARE = 0.15  # of a dense step's time: where attention takes less, no draft can pay
 
 
 class DraftLength(ABC):
@@ -30,8 +31,23 @@ class DraftLength(ABC):
         """Return how many tokens to draft behind so many; 0: a plain dense step."""
 
     @abstractmethod
-    def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
-        """Note a round: its drafts, how many of them each sequence accepted, and what drafting and checking took."""
+    def observe(
+        self,
+        drafts: int,
+        accepted: Sequence[int],
+        draft_seconds: float,
+        verify_seconds: float,
+        attention_seconds: float | None = None,
+    ) -> None:
+        """Note a round.
+
+        Args:
+            drafts: how many.
+            accepted: how many of them each sequence accepted.
+            draft_seconds: of drafting.
+            verify_seconds: of checking; without drafts of the plain step.
+            attention_seconds: of `verify_seconds`, what attention took; None: not known.
+        """
 
 
 class FixedLength(DraftLength):
@@ -45,7 +61,14 @@ class FixedLength(DraftLength):
         """Return the number."""
         return self.drafts
 
-    def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
+    def observe(
+        self,
+        drafts: int,
+        accepted: Sequence[int],
+        draft_seconds: float,
+        verify_seconds: float,
+        attention_seconds: float | None = None,
+    ) -> None:
         """Learn nothing."""
 
 
@@ -56,8 +79,11 @@ class AutoLength(DraftLength):
     accepted behind accepted ones (https://arxiv.org/abs/2211.17192), for k draft steps and a verification of k + 1
     tokens. Verifications that have not been seen are on the line through those that have. First come two dense steps
     and two rounds of drafts, the first of each uncounted, as it compiles code and builds the index. The first round is
-    short, and so is the second where nothing of the first was accepted. Where dense steps are better, drafting is tried
-    again after some of them, each time after twice as many.
+    short, and so are later trials where few drafts were accepted. Where dense steps are better, drafting is tried again
+    after some of them, each time after twice as many.
+
+    Where attention takes less than `LEAST_SHARE` of plain steps, as their clock says, nothing is drafted. On a GPU,
+    whose steps have no such clock, the share is that of the bytes.
 
     Args:
         share: of a token, what attention to the whole context reads over all that a dense step reads besides, per
@@ -68,6 +94,7 @@ class AutoLength(DraftLength):
         self._share = share
         self._verify: dict[int, deque[float]] = {}  # seconds by drafts
         self._draft: deque[float] = deque(maxlen=8)  # seconds a step
+        self._attention: deque[float] = deque(maxlen=5)  # its share of plain steps
         self._hits = self._tries = 0.0
         self._plan = [0, 0, FIRST, PROBE]  # rounds to come that measure
         self._warm: set[bool] = set()  # whether a dense step and a drafting round have been seen
@@ -75,9 +102,9 @@ class AutoLength(DraftLength):
 
     def next(self, context: int) -> int:
         """Return how many tokens to draft."""
-        share = self._share * context / (1 + self._share * context)
-        if share < LEAST_SHARE:
-            self.reason = f"attention reads {share:.0%} of a step's bytes at {context:,} tokens, less than drafts need"
+        share = self.share(context)
+        if share < LEAST_SHARE and (not self._plan or self._plan[0]):
+            self.reason = f"attention takes {share:.0%} of a plain step at {context:,} tokens, less than drafts need"
             return 0
         if self._plan:
             return self._plan[0]
@@ -92,14 +119,21 @@ class AutoLength(DraftLength):
         self.reason = f"no number of drafts promises {GAIN:g} times dense decoding at {context:,} tokens"
         if self._waited >= self._wait:
             self._wait, self._waited = min(2 * self._wait, LONGEST_WAIT), 0
-            self._plan = [PROBE]
-            return PROBE
+            self._plan = [PROBE if self.acceptance > FEW else FIRST]
+            return self._plan[0]
         self._waited += 1
         return 0
 
-    def observe(self, drafts: int, accepted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
+    def observe(
+        self,
+        drafts: int,
+        accepted: Sequence[int],
+        draft_seconds: float,
+        verify_seconds: float,
+        attention_seconds: float | None = None,
+    ) -> None:
         """Note a round."""
-        if self._plan:
+        if self._plan and bool(self._plan[0]) == bool(drafts):  # a plain step in place of drafts measures none
             self._plan.pop(0)
         if drafts:
             self._hits = FADE * self._hits + sum(accepted)
@@ -107,12 +141,18 @@ class AutoLength(DraftLength):
         self._since = self._since + 1 if drafts else 0
         if (drafts > 0) not in self._warm:
             self._warm.add(drafts > 0)
-            if drafts and not any(accepted):
+            if drafts and self.acceptance <= FEW:
                 self._plan = [FIRST]
             return
         self._verify.setdefault(drafts, deque(maxlen=5)).append(verify_seconds)
+        if not drafts and attention_seconds is not None:
+            self._attention.append(attention_seconds / verify_seconds)
         if drafts:
             self._draft.append(draft_seconds / drafts)
+
+    def share(self, context: int) -> float:
+        """Return what part of a plain step attention takes behind so many tokens: as measured, else as by bytes."""
+        return median(self._attention) if self._attention else 1 - 1 / (1 + self._share * context)
 
     @property
     def acceptance(self) -> float:

@@ -142,12 +142,12 @@ class DraftLoop:
             count = min(count, self.most - min(self.ends[b] for b in active) - 1)
         begun = self._now()
         drafts, proposed = self._draft(count)
-        drafted = self._now()
+        drafted, before = self._now(), self._attention()
         logits = self._verify(drafts)
         scores = self.rules.scores(self.ids, self.ends, logits)
         accepted, tokens = self.rules.accept(drafts, proposed, scores)
         agreed = accepted.tolist()
-        checked = self._now()
+        checked, attended = self._now(), self._attention() - before
         if self.together:
             agreed = [min(agreed[b] for b in active)] * len(agreed)
         fed = [self._fed(b, count + 1) for b in range(len(self.ends))]
@@ -163,7 +163,14 @@ class DraftLoop:
             stats.verify_seconds += checked - drafted
         else:
             stats.dense_seconds += checked - drafted
-        self.length.observe(count, [agreed[b] for b in active], drafted - begun, checked - drafted)
+        accepted_by = [agreed[b] for b in active]
+        self.length.observe(
+            count, accepted_by, drafted - begun, checked - drafted, None if self.ids.is_cuda else attended
+        )
+
+    def _attention(self) -> float:
+        """Return what dense attention of the sparse layers has taken so far, in seconds; on a GPU that says nothing."""
+        return sum(layer.dense_seconds for layer in self.cache.sparse_layers.values())
 
     def _now(self) -> float:
         """Return the time, once the device has done what it was given."""
