@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,7 @@ class Upstream:
         self.body, self.headers = message["body"], dict(scope["headers"])
         try:
             ticket = json.loads(self.body).get("vllm_xargs", {}).get(per_request.TICKET)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             ticket = None
         if ticket is not None:
             per_request.of_process().add(ticket, 2, 300, 900)
@@ -116,6 +118,7 @@ def test_a_stream_says_it_in_the_event_with_its_usage() -> None:
         ({"rows": 64}, {}, "has budget, dense, got 'rows'"),
         ("dense", {}, "is an object, got 'dense'"),
         ({"budget": 64}, {"per_request": False}, "started with --no-per-request"),
+        ({"budget": 64}, {"selector": "window"}, "reads the same rows at every budget"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_a_sentence(asked: Any, changed: dict[str, Any], said: str) -> None:
@@ -139,6 +142,8 @@ def test_a_server_without_requests_of_their_own_still_counts() -> None:
         (b"no json", SETTINGS, ""),
         (b"[1, 2]", SETTINGS, ""),
         (b'{"vllm_xargs": [1]}', SETTINGS, ""),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", SETTINGS, ""),
+        (b'{"prompt": "a"}', SETTINGS, "/v1/responses"),
     ],
 )
 def test_what_is_not_ours_goes_through_as_it_is(body: bytes, settings: dict[str, Any] | None, path: str) -> None:
@@ -149,15 +154,39 @@ def test_what_is_not_ours_goes_through_as_it_is(body: bytes, settings: dict[str,
     assert int(headers[b"content-length"]) == 30
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_what_is_not_passed_on_is_refused(path: str) -> None:
+    upstream = Upstream([b"{}"])
+    status, _, parts = posted(upstream, b'{"sparseattn": {"budget": 64}}', path=path)
+    assert status == 400
+    assert "is read at /v1/completions and /v1/chat/completions" in json.loads(parts[0])["error"]["message"]
+    assert upstream.body is None
+
+
+def test_counts_have_their_bytes_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a disk that fills up ends no step; one that is full is said at the start."""
+    per_request.of_process()
+    (file,) = tmp_path.glob("*.requests")
+    assert file.stat().st_blocks * 512 >= file.stat().st_size
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device: counts of what is served take 56 KiB: '.*\.counts'"):
+        counters.Counter()
+
+
 def test_only_rightful_arguments_are_followed() -> None:
     """Those of a server without the middleware come unchecked."""
     given: list[Any] = [None, {per_request.BUDGET: 64}, {per_request.BUDGET: 8}, {per_request.BUDGET: "64"}]
+    given += [{per_request.BUDGET: (1 << 64) - 1}]  # vLLM hands on what fits its messages
     given += [{per_request.DENSE: 1, per_request.TICKET: 7}, {per_request.DENSE: 2, per_request.TICKET: -1}]
     asked = per_request.request_choices(given, 32, True)
     assert asked is not None
-    np.testing.assert_array_equal(asked.budgets, [-1, 64, -1, -1, -1, -1])
-    np.testing.assert_array_equal(asked.dense, [False, False, False, False, True, False])
-    np.testing.assert_array_equal(asked.tickets, [0, 0, 0, 0, 7, 0])
+    np.testing.assert_array_equal(asked.budgets, [-1, 64, -1, -1, per_request.MOST, -1, -1])
+    np.testing.assert_array_equal(asked.dense, [False, False, False, False, False, True, False])
+    np.testing.assert_array_equal(asked.tickets, [0, 0, 0, 0, 0, 7, 0])
     fixed = per_request.request_choices(given, 32, False)
     assert fixed is not None
     assert not fixed.dense.any()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LAYERS, SPARSE, ask, decoded, engine, llama, prompts
+from engines import LAYERS, SPARSE, ask, decoded, engine, gemma, llama, prompts
 from vllm import SamplingParams
 
 from sparseattn.serving.vllm import cpu, per_request
@@ -52,3 +52,19 @@ def test_each_request_reads_what_it_asks_for(tmp_path: Path, selector: str) -> N
         cpu.switch(parse({**settings, "per_request": False}))
         fixed = llm.generate([{"prompt_token_ids": asked[0]}], sampling[2:3], use_tqdm=False)
         assert list(fixed[0].outputs[0].token_ids) == alone[0].tokens[0][0], "what the server does not let it ask"
+
+
+def test_tokens_are_counted_once_where_layers_lie_in_several_groups(tmp_path: Path) -> None:
+    """And a window as wide as one likes makes no table that is wider than the sequences."""
+    model = gemma(tmp_path, ("sliding", "full", "full", "full", "full"))
+    sampling = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, extra_args={per_request.TICKET: 1001}
+    )
+    with engine(model, SPARSE) as llm:
+        asked: Any = [{"prompt_token_ids": prompts(300)[0]}]
+        llm.generate(asked, [sampling], use_tqdm=False)
+        assert per_request.said(1001)["sparse_tokens"] == 11
+        assert len([builder for builder in cpu.BUILDERS if builder.sparse]) > 1
+        cpu.switch(parse({**SPARSE, "window": 10**15}))
+        llm.generate(asked, [sampling], use_tqdm=False)
+        assert per_request.said(1001)["sparse_tokens"] == 22

@@ -217,6 +217,12 @@ def test_an_engine_measures_from_which_length_it_gains(
             monkeypatch.setattr(break_even, "remembered", lambda what, sparse=sparse: [above_.Timed(600, 1.0, sparse)])
             builder.use(parse(settings))
             assert builder.settings.above == above
+        monkeypatch.setenv("SPARSEATTN_CACHE", str(path / "no folder"))  # where nothing can be kept
+        monkeypatch.setattr(break_even, "remembered", lambda what: None)
+        monkeypatch.setattr(break_even, "_timed", lambda builder, rows: above_.Timed(rows, 1.0, 0.5))
+        builder.use(parse(settings))
+        assert builder.settings.above < 1024, "what was measured serves all the same"
+        builder.use(parse({**settings, "above": 599}))
         llm.reset_prefix_cache()
         answer = ask(llm, prompts(300, 700))
         assert answer.stats.sparse_steps == 23 * len(builder.sparse), "the longer sequence alone is sparse"

@@ -46,7 +46,10 @@ def measured(builder: Any) -> Settings:
             + max(impl.pages * impl.page for impl in builder.sparse)
         )
         timed, of = [_timed(builder, rows) for rows in lengths(least, longest)], "measured now"
-        remember(what, timed)
+        try:
+            remember(what, timed)
+        except OSError as error:  # a read-only home
+            adapters.logger.warning("sparseattn: the times could not be kept for the next start (%s)", error)
     above = pays_above(timed, longest)
     say: Callable[..., None] = adapters.logger.warning if above >= longest else adapters.logger.info
     say("sparseattn, %s: %s", of, said(timed, above, longest))

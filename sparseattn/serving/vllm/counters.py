@@ -23,17 +23,31 @@ LAYERS = 1024  # of a model, at most
 LAYER = struct.Struct(f"={len(NAMES)}q")  # of a process and a layer: each count in 8 bytes
 
 
+def mapped(kind: str, size: int) -> mmap.mmap:
+    """Return this process's file of a kind, which has its bytes on the disk: a disk that fills up later ends nobody.
+
+    Raises:
+        OSError: the folder is gone, or the disk is full.
+    """
+    path = Path(os.environ[FOLDER]) / f"{os.getpid()}.{kind}"  # there already where a process of this number has ended
+    with path.open("r+b" if path.exists() else "w+b") as file:
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            why = f"{error.strerror}: counts of what is served take {size >> 10} KiB"
+            raise OSError(error.errno, why, str(path)) from None
+        file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
+
+
 class Counter:
     """This process's counts."""
 
     def __init__(self) -> None:
         import numpy as np  # not needed by those who only read counts, such as the help of commands
 
-        folder = Path(os.environ[FOLDER])
-        path = folder / f"{os.getpid()}.counts"  # there already where a process of this number has ended
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            file.truncate(LAYERS * LAYER.size)
-            counts = np.frombuffer(mmap.mmap(file.fileno(), LAYERS * LAYER.size), np.int64)
+        counts = np.frombuffer(mapped("counts", LAYERS * LAYER.size), np.int64)
         self._layers: Any = counts.reshape(LAYERS, len(NAMES))
 
     @classmethod

@@ -48,7 +48,7 @@ from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_
 from sparseattn.serving.vllm.loaded_rows import LoadedRows
 from sparseattn.serving.vllm.mean_index import TailedStore
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
-from sparseattn.serving.vllm.page_tables import PageZones, near_page
+from sparseattn.serving.vllm.page_tables import engine_zones, near_page
 from sparseattn.serving.vllm.per_request import RequestChoices, request_choices
 from sparseattn.serving.vllm.served_requests import ServedRequests
 from sparseattn.serving.vllm.settings import Settings
@@ -138,6 +138,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self._share(settings, why)
         if settings is None or not self.sparse:
             return
+        per_request.of_process()  # not first within a step
         try:
             self._fit(settings)
             if self.loaded is not None and self._running() is None:
@@ -175,7 +176,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         (self.byte_floats,) = kinds
         self.packing = packing_of(layer, self.dtype, self.num_kv_heads, self.block, self.head_dim, self.byte_floats)
         zone_page = near_page(page, unit, self.packing)
-        self.zones = PageZones(zone_page, unit, self.block, settings.sink, settings.window)
+        self.zones = engine_zones(settings, zone_page, unit, self.block, self.vllm_config.model_config.max_model_len)
         self.loaded = None if self.vllm_config.kv_transfer_config is None else LoadedRows(unit, self.block)
         for impl in self.sparse:
             impl.packing, impl.shape = self.packing, (self.num_kv_heads, self.block, 2 * self.head_dim)
@@ -324,10 +325,10 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             return
         layers = collections.Counter((impl.page, impl.pages) for impl in self.sparse)
         read = sum(count * served.read_each(page, pages) for (page, pages), count in layers.items())
-        counts = per_request.of_process()
+        counts, tokens = per_request.of_process(), int(self is first_of(self.vllm_config))
         for ticket, own_read, rows in zip(tickets.tolist(), read.tolist(), served.rows.tolist(), strict=True):
             if ticket:
-                counts.add(ticket, 1, own_read, rows * len(self.sparse))
+                counts.add(ticket, tokens, own_read, rows * len(self.sparse))
 
 
 class SparseCPUImpl(CPUAttentionBackendImpl):
@@ -481,6 +482,12 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if isinstance(self.selector, BlockTails):
             return TailedStore(self.selector, places, *given)
         return Store(self.selector, places, *given)
+
+
+def first_of(vllm_config: Any) -> SparseCPUBuilder:
+    """Return the builder of an engine that has its first sparse layer: each group of layers has one of its own."""
+    builders = [builder for builder in BUILDERS if builder.sparse and builder.vllm_config is vllm_config]
+    return min(builders, key=lambda builder: min(impl.index for impl in builder.sparse))
 
 
 def check(settings: Settings | None) -> list[SparseCPUBuilder]:

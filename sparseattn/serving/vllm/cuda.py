@@ -52,7 +52,7 @@ from sparseattn.serving.vllm.cuda_step import Eager, FixedBuffers, Step, decodin
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.installed import why_not_on_cuda
 from sparseattn.serving.vllm.page_index import entry_bytes
-from sparseattn.serving.vllm.page_tables import PageZones
+from sparseattn.serving.vllm.page_tables import engine_zones
 from sparseattn.serving.vllm.settings import KEY, Settings
 from sparseattn.serving.vllm.sparse_layers import plan_layers
 
@@ -111,10 +111,10 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.supports_draft_decode_metadata_update = False
         logger.warning_once("sparseattn's CUDA backend is experimental: not run on a GPU")
-        block = kv_cache_spec.block_size
+        block, longest = kv_cache_spec.block_size, vllm_config.model_config.max_model_len
         page, unit = settings.shape
         check_shape(settings, block)
-        self.zones, self.above = PageZones(page, unit, block, settings.sink, settings.window), settings.above
+        self.zones, self.above = engine_zones(settings, page, unit, block, longest), settings.above
         indexed = any(isinstance(made, PageSelector) for made in settings.each())
         self.eager = Eager(self.zones, indexed)
         self.fixed: FixedBuffers | None = None

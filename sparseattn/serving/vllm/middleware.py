@@ -20,6 +20,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 PATHS = ("/v1/completions", "/v1/chat/completions")
+OTHER_PATHS = ("/v1/responses", "/v1/messages")  # which generate too: what a request asks is not passed on there
 XARGS = "vllm_xargs"
 
 
@@ -37,7 +38,8 @@ class PerRequest:
         self._settings: list[Settings | None] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
+        posted = scope["type"] == "http" and scope["method"] == "POST"
+        if not posted or not scope["path"].endswith(PATHS + OTHER_PATHS):
             await self.app(scope, receive, send)
             return
         body, last = await _whole(receive)
@@ -47,15 +49,24 @@ class PerRequest:
         settings = self._of(scope)
         try:
             given = json.loads(body)
-        except ValueError:  # vLLM says what is wrong
+        except (ValueError, RecursionError):  # vLLM says what is wrong
             given = None
         if settings is None or not isinstance(given, dict):
+            await self.app(scope, _replayed(body, receive), send)
+            return
+        if scope["path"].endswith(OTHER_PATHS):
+            if per_request.KEY in given:
+                await _refused(send, f'"{per_request.KEY}" is read at {" and ".join(PATHS)}: leave it out here')
+                return
             await self.app(scope, _replayed(body, receive), send)
             return
         wanted: dict[str, int] = {}
         if per_request.KEY in given:
             try:
-                wanted = per_request.checked(given.pop(per_request.KEY), settings.shape[0], settings.per_request)
+                wanted = per_request.checked(
+                    given.pop(per_request.KEY), settings.shape[0], settings.per_request,
+                    any(made.uses_budget for made in settings.each()),
+                )  # fmt: skip
             except ValueError as error:
                 await _refused(send, str(error))
                 return
@@ -67,7 +78,11 @@ class PerRequest:
             return
         ticket = next(self._tickets)
         given[XARGS] = {**more, **wanted, per_request.TICKET: ticket}
-        body = json.dumps(given).encode()
+        try:
+            body = json.dumps(given).encode()
+        except RecursionError:
+            await _refused(send, "the body is nested too deeply")
+            return
         headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         await self.app(scope, _replayed(body, receive), _Reply(send, ticket))

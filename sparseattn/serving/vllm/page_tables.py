@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparseattn.serving.vllm.settings import Settings
+
 
 def near_page(page: int, unit: int, packing: str) -> int:
     """Return the rows of a page of what every query reads: those of what a method chooses, or where it chooses single
@@ -79,3 +81,8 @@ class PageZones:
         at = at.expand(len(blocks), -1)
         block = blocks.gather(1, (at // per).clamp(max=blocks.shape[1] - 1))
         return (block * per + at % per).int()
+
+
+def engine_zones(settings: Settings, page: int, unit: int, block: int, longest: int) -> PageZones:
+    """Return the zones of an engine whose sequences have at most `longest` rows: tables are as wide as these."""
+    return PageZones(page, unit, block, min(settings.sink, longest), min(settings.window, longest))

@@ -7,7 +7,6 @@ sampling parameters. It adds a ticket, by which it later finds what the worker c
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ KEY = "sparseattn"  # of a request's body, and of what its usage says
 BUDGET, DENSE, TICKET = "sparseattn_budget", "sparseattn_dense", "sparseattn_ticket"  # names in `vllm_xargs`
 OWN = -1  # a budget: the server's
 _FIELDS = Object(more={"budget": Number(1, whole=True), "dense": Flag()}, closed=True)
+MOST = 1 << 40  # rows, more than any context has: a larger budget is this one
 SLOTS = 1 << 14  # requests whose counts a file holds; a later one with the same place takes it
 SLOT = struct.Struct("=4q")  # ticket, tokens, rows read, rows held
 
@@ -43,13 +43,14 @@ class RequestChoices:
     tickets: Any
 
 
-def checked(given: Any, page: int, allowed: bool) -> dict[str, int]:
+def checked(given: Any, page: int, allowed: bool, budgeted: bool = True) -> dict[str, int]:
     """Return what a request's body asks, as `vllm_xargs`.
 
     Args:
         given: the body's field.
         page: the least budget.
         allowed: whether requests may ask anything.
+        budgeted: whether a method of the server depends on a budget.
 
     Raises:
         ValueError: it asks something else, too little, or may ask nothing.
@@ -59,6 +60,8 @@ def checked(given: Any, page: int, allowed: bool) -> dict[str, int]:
         raise ValueError(f'this server was started with --no-per-request: leave "{KEY}" out')
     if "budget" in given and given.get("dense"):
         raise ValueError(f'"{KEY}": a dense request reads every row: give budget or dense')
+    if "budget" in given and not budgeted:
+        raise ValueError(f'"{KEY}": this server\'s method reads the same rows at every budget: leave budget out')
     if given.get("budget", page) < page:
         raise ValueError(f'"{KEY}": budget is {page} rows or more here, got {given["budget"]}')
     if given.get("dense"):
@@ -77,7 +80,7 @@ def request_choices(arguments: Sequence[Mapping[str, Any] | None], page: int, al
     for given in arguments:
         own = given or {}
         budget = own.get(BUDGET, OWN) if allowed else OWN
-        budgets.append(budget if type(budget) is int and budget >= page else OWN)
+        budgets.append(min(budget, MOST) if type(budget) is int and budget >= page else OWN)
         dense.append(allowed and own.get(DENSE) == 1)
         ticket = own.get(TICKET, 0)
         tickets.append(ticket if type(ticket) is int and 0 <= ticket < 1 << 62 else 0)
@@ -88,10 +91,8 @@ class RequestCounts:
     """This process's counts by request."""
 
     def __init__(self) -> None:
-        path = Path(os.environ[counters.FOLDER]) / f"{os.getpid()}.requests"
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            file.truncate(SLOTS * SLOT.size)
-            self._held: Any = np.frombuffer(mmap.mmap(file.fileno(), SLOTS * SLOT.size), np.int64).reshape(SLOTS, 4)
+        held = counters.mapped("requests", SLOTS * SLOT.size)
+        self._held: Any = np.frombuffer(held, np.int64).reshape(SLOTS, 4)
 
     def add(self, ticket: int, tokens: int, read: int, stored: int) -> None:
         """Add what a step of a request read, over all layers."""

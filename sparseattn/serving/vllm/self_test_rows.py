@@ -62,7 +62,7 @@ class TestRows:
     def __init__(self, builder: Any, layer: Any, settings: Settings, lengths: list[int]) -> None:
         self.settings, self.lengths, self.layer, self.block = settings, lengths, layer, builder.block
         zones = builder.zones
-        self.zones = PageZones(zones.page, zones.unit, self.block, settings.sink, settings.window)
+        self.zones = PageZones(zones.page, zones.unit, self.block, zones.sink, zones.window)
         draw = torch.Generator().manual_seed(0)
         heads, size, most = builder.num_kv_heads, builder.head_dim, max(lengths) + STEPS * self.CHUNK
 
