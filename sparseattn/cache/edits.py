@@ -83,11 +83,16 @@ class CacheEdits:
             ValueError: `drop` is neither, or reaches into sealed rows, which never change: construct the cache with a
                 larger `rollback`.
         """
-        self.stored.require()
-        input_checks.check_repeatable(self.stored.keys.full, "dropping rows")
+        self.check_crop(drop)
         self.stored.crop(input_checks.checked_drop(drop, self.batch))
         self.search.lookahead = None  # of a token that is gone
         self._shown.refresh()
+
+    def check_crop(self, drop: int | Tensor) -> None:
+        """Raise what `crop` would, and change nothing."""
+        self.stored.require()
+        input_checks.check_repeatable(self.stored.keys.full, "dropping rows")
+        self.stored.check_crop(input_checks.checked_drop(drop, self.batch))
 
     def reorder(self, index: Tensor) -> None:
         """Let sequence b become what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.

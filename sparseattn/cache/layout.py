@@ -136,12 +136,8 @@ class Zones:
         self.zone = zone
         self.start = self.sink if self.apart else self.sink + zone
 
-    def crop(self, gone: Sequence[int]) -> list[int]:
-        """Forgets the newest `gone` rows of each sequence and returns the physical place of the first of them.
-
-        Raises:
-            ValueError: a negative number, or rows that are sealed already.
-        """
+    def check_crop(self, gone: Sequence[int]) -> None:
+        """ValueError for a negative number of rows, or where some of the newest `gone` are sealed already."""
         free = [
             recent if sealed else count
             for recent, sealed, count in zip(self.recent, self.sealed, self.count, strict=True)
@@ -153,6 +149,14 @@ class Zones:
                 f"cannot drop {list(gone)} rows: only the newest {free} are not sealed yet; build the cache with "
                 f"rollback={max(gone)} or more to keep that many unsealed"
             )
+
+    def crop(self, gone: Sequence[int]) -> list[int]:
+        """Forgets the newest `gone` rows of each sequence and returns the physical place of the first of them.
+
+        Raises:
+            ValueError: see `check_crop`.
+        """
+        self.check_crop(gone)
         self.count = [count - rows for count, rows in zip(self.count, gone, strict=True)]
         places: list[int] = self.place(torch.tensor(self.count)).tolist()
         return places

@@ -342,11 +342,16 @@ class StoredRows:
         zones.free(zones.zone - kept)
         self.publish()
 
-    def crop(self, gone: Sequence[int]) -> None:
-        """Forgets the newest `gone` rows of each sequence; ValueError where those are sealed, or the last queries go
+    def check_crop(self, gone: Sequence[int]) -> None:
+        """ValueError where the newest `gone` rows of each sequence are sealed, or the last queries would go with them
         that a first seal is to hand over."""
+        self.zones.check_crop(gone)
+        self.queries.require(gone, self.zones.count)
+
+    def crop(self, gone: Sequence[int]) -> None:
+        """Forgets the newest `gone` rows of each sequence; ValueError: see `check_crop`."""
+        self.check_crop(gone)
         zones, before = self.zones, self.zones.end
-        self.queries.require(gone, zones.count)
         first = zones.crop(gone)
         zones.next = [  # the next token takes the position of the first one dropped
             int(self.positions.full[b, place]) if rows else row

@@ -59,9 +59,10 @@ class EditedCache(Cache):
         `crop(0)` goes back to that. What selectors observed in that pass stays observed.
 
         Raises:
-            ValueError: they are sealed; see `rollback`.
-            RuntimeError: of a pass that was cut short, a layer cannot go back: rows were being stored or sealed, or it
-                keeps a state that does not go back.
+            ValueError: they are sealed; see `rollback`. Nothing has changed.
+            RuntimeError: a layer with a sliding window has not kept what comes before them (`activate_past_recording`);
+                nothing has changed. Or of a pass that was cut short, a layer cannot go back: rows were being stored or
+                sealed, or it keeps a state that does not go back.
         """
         if not self._passes.whole(self.layers):
             self._take_back(self._passes.tokens_after_crop(self.layers, tokens_to_remove))
@@ -70,6 +71,11 @@ class EditedCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # older releases give a tensor
         drop = -tokens_to_remove if tokens_to_remove <= 0 else max(tokens - tokens_to_remove, 0)
         gone = self._real.count(tokens - drop, tokens)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.check_crop(drop, gone)
+            elif drop and getattr(layer, "is_sliding", False):
+                _check_past(index, layer, drop)
         for layer in self.layers:
             if isinstance(layer, SparseLayer):
                 layer.crop_rows(drop, gone)
@@ -110,3 +116,15 @@ class EditedCache(Cache):
                 self.layers[index] = fresh[index]
         self._real = RealTokens()
         self._passes.forget()
+
+
+def _check_past(index: int, layer: Any, drop: int) -> None:
+    """RuntimeError where a layer with a sliding window would lack rows once the newest `drop` are gone."""
+    if not hasattr(layer, "record_past") or not layer.is_initialized:
+        return  # of an older transformers, which says it itself
+    held, window = layer.get_seq_length(), layer.sliding_window
+    if held >= window and layer.keys.shape[2] < min(window - 1 + drop, held):
+        raise RuntimeError(
+            f"layer {index} has a sliding window of {window} tokens and has not kept those before it, so that {drop} "
+            f"cannot be taken back: call activate_past_recording() before the tokens that may go"
+        )

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_in
-from sparseattn.models.drafts.checks import check_cache, check_request
+from sparseattn.models.drafts.checks import check_cache, check_processors, check_request
 from sparseattn.models.drafts.length import AutoLength, DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
 from sparseattn.models.drafts.rules import Rules
@@ -79,6 +79,8 @@ class _Request:
             ValueError: the ids given are not all tokens, nor the new ones.
         """
         batch, columns = len(self.ids), self.columns
+        if not columns:
+            raise ValueError("the prompt is empty: give generate the ids of a token or more")
         new = self.ids[:, stored:] if columns == self.ids.shape[1] else self.ids
         if stored + new.shape[1] != columns or not new.shape[1]:
             raise ValueError(
@@ -164,6 +166,7 @@ class Lossless:
                 nor a `SparseCache`; one that cannot crop, evicts or keeps rounded rows.
         """
         check_request(generation_config, inputs, synced_gpus)
+        check_processors(logits_processor, self.draft)
         rules = Rules(logits_processor, stopping_criteria, bool(generation_config.do_sample))
         request = _Request(input_ids, rules, generation_config, self.streamer, inputs.get("attention_mask"))
         request.positions = inputs.get("position_ids")
@@ -185,6 +188,7 @@ class Lossless:
         rules = request.rules
         loop = DraftLoop(model, cache, request.ids, rules, length, rounding, request.streamer, self.choose_once)
         self.stats, before = loop.stats, cache.sparse_from
+        past = [getattr(layer, "record_past", True) for layer in cache.layers]
         try:
             new, positions = request.new(cache.get_seq_length())
             if request.streamer is not None:
@@ -194,6 +198,11 @@ class Lossless:
             loop.settle(request.columns, request.mask)
         finally:
             cache.sparse_from = before
+            for layer, recorded in zip(cache.layers, past, strict=True):
+                if not recorded:  # windows keep what they need again, and no past
+                    if layer.is_initialized:
+                        layer.crop(0)
+                    layer.record_past = False
         if request.streamer is not None:
             request.streamer.end()
         return loop.tokens(request.pad)

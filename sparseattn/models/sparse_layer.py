@@ -334,6 +334,12 @@ class SparseLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name in older releases
 
+    def check_crop(self, tokens: int, drop: Tensor) -> None:
+        """Raise what `crop_rows` would, and change nothing."""
+        if tokens:
+            for part in self.parts:
+                part.rows.check_crop(drop)
+
     def crop_rows(self, tokens: int, drop: Tensor) -> None:
         """Forget the newest `tokens`, which are `drop` `[B]` rows of each sequence."""
         if tokens:

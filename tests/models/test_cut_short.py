@@ -6,9 +6,7 @@ import copy
 import gc
 import pickle
 import random
-import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from sparseattn import KVCache, decode, make_selector  # noqa: E402
 from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
+from tests.models.interrupts import Interrupt  # noqa: E402
 from tests.models.tiny import SMALL, added, plain, prompt, small  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"selector": "quest:page=4", "budget": 8, **SMALL}
@@ -29,27 +28,6 @@ MOMENTS = 50
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return small("llama")
-
-
-class Interrupt:
-    """Ctrl-C at the `moment`-th call of a Python function within the block; at None it counts them."""
-
-    def __init__(self, moment: int | None = None) -> None:
-        self.moment, self.calls = moment, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            self.calls += 1
-            if self.calls == self.moment:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    def __enter__(self) -> Interrupt:
-        sys.setprofile(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
 
 
 def moments() -> list[int]:
@@ -218,3 +196,15 @@ def test_memory_returns_without_the_collector(spec: str) -> None:
         assert [one() for one in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_crop_that_is_refused_changes_nothing(llama: Any) -> None:
+    """Though a layer of transformers comes before one whose rows are sealed."""
+    ids = prompt(60)
+    with SparseCache(llama, "quest:page=4", 8, dense_layers=1, **SMALL) as cache:
+        step(llama, cache, ids)
+        step(llama, cache, ids[:, :1])  # which seals
+        with pytest.raises(ValueError, match=r"only the newest \[\d+\] are not sealed yet"):
+            cache.crop(-55)
+        assert {layer.get_seq_length() for layer in cache.layers} == {61}
+        step(llama, cache, ids[:, :3])

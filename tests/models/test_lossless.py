@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from sparseattn.models.lossless import MOST_DRAFTS, Lossless, generate_lossless 
 from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
 from sparseattn.selectors.tokens.pillar import Pillar  # noqa: E402
 from sparseattn.traces.texts import read_named  # noqa: E402
+from tests.models.interrupts import Interrupt  # noqa: E402
 from tests.models.tiny import SMALL, padded, prompt, small  # noqa: E402
 
 NEW = 24
@@ -428,6 +431,81 @@ def test_statistics_say_what_ran(llama: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert f"{stats.accepted} of {stats.drafted} drafts accepted (100%)" in str(stats)
 
 
+# -- what is cut short -------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+class Stopper:
+    """A streamer that ends a generation with an error once it has been told of so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.got = tokens, list[Tensor]()
+
+    def put(self, tokens: Tensor) -> None:
+        self.got.append(tokens.reshape(1, -1))
+        if len(self.got) == self.tokens + 1:  # the first is the prompt
+            raise Stop
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+@pytest.mark.parametrize("draft", [0, 4])
+def test_a_generation_that_is_cut_short_leaves_no_draft(model: Any, draft: int, tokens: int) -> None:
+    """The next turn with its cache is full attention's: rows of drafts that were not accepted are gone."""
+    question = torch.randint(1, 256, (1, 12), generator=torch.Generator().manual_seed(5))
+    with SparseCache(model, "quest:page=4", 8, **SMALL) as cache:
+        streamer = Stopper(tokens)
+        with pytest.raises(Stop):
+            lossless(model, whole(prompt()), None, None, draft, cache=cache, streamer=streamer)
+        assert cache.get_seq_length() < prompt().shape[1] + tokens
+        turn = whole(torch.cat([*streamer.got, question], 1))
+        out = lossless(model, turn, None, None, draft, cache=cache)
+    assert torch.equal(out.sequences, dense(model, turn))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C in a generator's end
+def test_ctrl_c_at_any_moment_leaves_no_draft(llama: Any) -> None:
+    """Within drafts, checks, and what keeps and forgets rows; a pass that was torn is refused, never gone on from."""
+    question = torch.randint(1, 256, (1, 12), generator=torch.Generator().manual_seed(5))
+    with SparseCache(llama, "quest:page=4", 8, **SMALL) as cache, Interrupt() as one:
+        lossless(llama, whole(prompt()), None, None, 4, cache=cache, max_new_tokens=1)
+    with SparseCache(llama, "quest:page=4", 8, **SMALL) as cache, Interrupt() as all_:
+        lossless(llama, whole(prompt()), None, None, 4, cache=cache, max_new_tokens=8)
+    chance, refused, left = random.Random(4), 0, list[int]()
+    for moment in [chance.randrange(one.calls, all_.calls) for _ in range(40)]:
+        streamer = Stopper(1 << 30)
+        with SparseCache(llama, "quest:page=4", 8, **SMALL) as cache:
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(moment):
+                lossless(llama, whole(prompt()), None, None, 4, cache=cache, streamer=streamer, max_new_tokens=8)
+            left.append(cache.get_seq_length())
+            turn = whole(torch.cat([*streamer.got, question], 1))
+            try:
+                out = lossless(llama, turn, None, None, 4, cache=cache)
+            except RuntimeError:
+                refused += 1
+                cache.reset()
+                out = lossless(llama, turn, None, None, 4, cache=cache)
+        assert torch.equal(out.sequences, dense(llama, turn)), moment
+    assert refused < 4
+    assert sum(count >= prompt().shape[1] for count in left) > 30, "most keep what is sound"
+
+
+def test_windows_keep_no_more_than_they_need_afterwards() -> None:
+    model = small("gemma3")
+    with SparseCache(model, "quest:page=4", 8, **SMALL) as cache:
+        out = lossless(model, whole(prompt()), None, None, 3, cache=cache, max_new_tokens=5)
+        before = cache.layers[0].keys.shape[2]
+        with pytest.raises(RuntimeError, match=r"layer 0 has a sliding window of 16 .* call activate_past_recording"):
+            cache.crop(-1)
+        dense(model, whole(out.sequences), max_new_tokens=40, **cache_argument(cache))
+        assert cache.layers[0].keys.shape[2] == before == 15
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -465,6 +543,24 @@ def test_caches_that_cannot_go_back_are_refused(llama: Any) -> None:
         cache.layers[0].is_croppable = False
         with pytest.raises(ModelError, match=r"layer 0 .* keeps a state that does not go back"):
             lossless(llama, whole(prompt()), None, None, 2, cache=cache)
+
+
+def test_processors_that_remember_their_calls_are_refused(llama: Any) -> None:
+    """But for plain steps, which call them as `generate` does."""
+    asked = {"watermarking_config": transformers.SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)}
+    with pytest.raises(ValueError, match=r"SynthID's watermark depends on .* draft=0, or a WatermarkingConfig"):
+        lossless(llama, whole(prompt()), "window", None, 2, **asked)
+    assert torch.equal(
+        lossless(llama, whole(prompt()), "window", None, 0, **asked).sequences, dense(llama, whole(prompt()), **asked)
+    )
+    asked = {"watermarking_config": transformers.WatermarkingConfig()}
+    assert torch.equal(
+        lossless(llama, whole(prompt()), "window", None, 2, **asked).sequences, dense(llama, whole(prompt()), **asked)
+    )
+    with pytest.raises(ValueError, match="guidance_scale runs the model a second time"):
+        lossless(llama, whole(prompt()), "window", None, 2, guidance_scale=1.5)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        lossless(llama, whole(prompt()[:, :0]), "window", None, 2)
 
 
 def test_ids_that_do_not_follow_what_is_stored_are_refused(llama: Any) -> None:

@@ -39,6 +39,19 @@ def check_request(config: Any, inputs: dict[str, Any], synced: bool) -> None:
         raise ValueError(f"a lossless generation goes on from input_ids alone: leave {', '.join(sorted(more))} out")
 
 
+def check_processors(processors: Any, draft: int | str) -> None:
+    """Refuse what makes scores of more than the tokens so far: drafts ask for the scores of some tokens twice."""
+    for processor in processors:
+        name = type(processor).__name__
+        if name == "UnbatchedClassifierFreeGuidanceLogitsProcessor":
+            raise ValueError("guidance_scale runs the model a second time with a cache of its own: leave it out")
+        if name == "SynthIDTextWatermarkLogitsProcessor" and draft != 0:
+            raise ValueError(
+                "SynthID's watermark depends on what was generated before in the order of its calls, and drafts are not "
+                "all kept: draft=0, or a WatermarkingConfig, which depends on the tokens alone"
+            )
+
+
 def check_cache(cache: SparseCache) -> None:
     """Refuse a cache that full attention cannot be had from, or that does not go back."""
     if any(layer.index is not None for layer in cache.prepared.layers.values()):

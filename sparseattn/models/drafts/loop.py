@@ -58,6 +58,7 @@ class DraftLoop:
         # A layer with a sliding window counts columns: its sequences keep the same number of them.
         self.together = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
         self.at = torch.zeros(batch, dtype=torch.int64)  # position of the next token fed
+        self.sound = 0  # columns of the cache that hold full attention's rows of tokens that were told
 
     # -- a pass ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +128,11 @@ class DraftLoop:
         """Generate until every sequence has stopped."""
         started = time.perf_counter()
         while not all(self.done):
-            self.round()
+            try:
+                self.round()
+            except BaseException:
+                self.go_back()
+                raise
         stats = self.stats
         measured = stats.draft_seconds + stats.verify_seconds + stats.dense_seconds
         stats.other_seconds = time.perf_counter() - started - measured
@@ -137,13 +142,15 @@ class DraftLoop:
     def round(self) -> None:
         """Draft, check, and go on by what was accepted and one more token."""
         active = [b for b, done in enumerate(self.done) if not done]
-        count = self.length.next(self.cache._tokens())
+        self.sound = self.cache._tokens()
+        count = self.length.next(self.sound)
         if self.most is not None:
             count = min(count, self.most - min(self.ends[b] for b in active) - 1)
         begun = self._now()
         drafts, proposed = self._draft(count)
         drafted, before = self._now(), self._attention()
         logits = self._verify(drafts)
+        self.sound += 1
         scores = self.rules.scores(self.ids, self.ends, logits)
         accepted, tokens = self.rules.accept(drafts, proposed, scores)
         agreed = accepted.tolist()
@@ -153,6 +160,7 @@ class DraftLoop:
         fed = [self._fed(b, count + 1) for b in range(len(self.ends))]
         emitted = self._emit(tokens, [0 if done else n + 1 for done, n in zip(self.done, agreed, strict=True)], scores)
         self._keep(fed, emitted, agreed, count + 1)
+        self.sound = self.cache._tokens()
         stats = self.stats
         stats.rounds[count] = stats.rounds.get(count, 0) + 1
         stats.draft_steps += count
@@ -167,6 +175,20 @@ class DraftLoop:
         self.length.observe(
             count, accepted_by, drafted - begun, checked - drafted, None if self.ids.is_cuda else attended
         )
+
+    def go_back(self) -> None:
+        """Leave no row of a draft in the cache after a round that was cut short, by a streamer, an error or Ctrl-C.
+
+        A cache that cannot go back is left empty: the next turn takes in its tokens anew.
+        """
+        cache = self.cache
+        try:
+            if not cache._passes.whole(cache.layers):
+                cache.crop(0)
+            if (more := cache._tokens() - self.sound) > 0:
+                cache.crop(-more)
+        except (ValueError, RuntimeError):
+            cache.reset()
 
     def _attention(self) -> float:
         """Return what dense attention of the sparse layers has taken so far, in seconds; on a GPU that says nothing."""
