@@ -11,7 +11,7 @@ from sparseattn.cache.kv_cache import KVCache
 from sparseattn.cache.ranks import Ranks
 from sparseattn.core.budget import Allowance, Budget
 from sparseattn.core.selection import Selection
-from sparseattn.kernels.attend.dispatch import attend, attend_stored
+from sparseattn.kernels.attend.dispatch import attend, attend_stored, is_scale, no_scale
 from sparseattn.kernels.attend.merge import merge, share
 
 CODED: dict[str | None, str] = {"reference": "torch", "gather": "torch"}  # what attends to rows that a codec keeps
@@ -150,6 +150,8 @@ def _attend_parts(
 
 def _same_scale(query: Tensor, cache: KVCache, scale: float | None, what: str) -> None:
     """ValueError where a step's scale is not the one that the selector, which does `what` by logits, was told."""
+    if scale is not None and not is_scale(scale):
+        raise no_scale(scale)
     default = query.shape[3] ** -0.5
     bound, used = (default if factor is None else factor for factor in (cache.selector.layer_context.scale, scale))
     if not math.isclose(bound, used, rel_tol=1e-6):

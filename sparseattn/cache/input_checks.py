@@ -13,6 +13,7 @@ from torch import Tensor
 from sparseattn.cache.disk_rows import folder_of
 from sparseattn.codecs.base import RowCodec
 from sparseattn.core.rope import Rope
+from sparseattn.kernels.attend.dispatch import DTYPES
 from sparseattn.selectors.abilities import (
     Evicts,
     FollowsMoves,
@@ -22,6 +23,7 @@ from sparseattn.selectors.abilities import (
     ReadsRoundedKeys,
 )
 from sparseattn.selectors.base import Selector
+from sparseattn.selectors.checks import other_heads
 from sparseattn.utils.tensors import only_tensors
 
 
@@ -66,10 +68,10 @@ def check_rows(keys: Tensor, values: Tensor, stored: Tensor | None) -> None:
         )
     if not 1 <= keys.shape[3] <= 256:
         raise ValueError(f"the head size D is 1 to 256, got {keys.shape[3]}")
-    if keys.dtype != values.dtype or keys.device != values.device or not keys.is_floating_point():
+    if keys.dtype != values.dtype or keys.device != values.device or keys.dtype not in DTYPES:
         raise ValueError(
-            f"append takes keys and values of one floating dtype and device, got {keys.dtype} on {keys.device} and "
-            f"{values.dtype} on {values.device}"
+            f"append takes keys and values of one floating dtype and device, float32, float16, bfloat16 or float64; "
+            f"got {keys.dtype} on {keys.device} and {values.dtype} on {values.device}"
         )
     if stored is not None:
         if (keys.shape[0], keys.shape[1], keys.shape[3]) != (stored.shape[0], stored.shape[1], stored.shape[3]):
@@ -121,11 +123,11 @@ def check_queries(given: Tensor | None, keys: Tensor, who: Selector | RowCodec, 
         raise ValueError(f"{who!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
     batch, heads, new, size = keys.shape
     group = "G" if buffer is None else buffer.shape[2]
-    fits = given.ndim == 5 and given.shape[:2] == (batch, heads) and given.shape[3:] == (new, size)
+    fits = given.ndim == 5 and given.shape[:2] == (batch, heads) and given.shape[3:] == (new, size) and given.shape[2]
     if not fits or (buffer is not None and given.shape[2] != group):
         raise ValueError(
-            f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = {[batch, heads, group, new, size]}, got "
-            f"{list(given.shape)}"
+            f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = {[batch, heads, group, new, size]}"
+            f"{', G 1 or more' if buffer is None else ''}, got {list(given.shape)}"
         )
     if given.dtype != keys.dtype or given.device != keys.device:
         raise ValueError(f"queries are of the keys' {keys.dtype} on {keys.device}, got {given.dtype} on {given.device}")
@@ -162,10 +164,11 @@ def checked_drop(given: int | Tensor, batch: int) -> list[int]:
 
 
 def check_indices(given: Tensor, batch: int) -> None:
-    """`[B']` int64 numbers of sequences below `batch`; else ValueError."""
+    """`[B']` int64 numbers of sequences below `batch`, one or more; else ValueError."""
     only_tensors(index=given)
-    if given.ndim != 1 or given.dtype != torch.int64 or not bool(((given >= 0) & (given < batch)).all()):
-        raise ValueError(f"reorder takes int64 [B'] indices below the batch of {batch}, got {given}")
+    shaped = given.ndim == 1 and given.dtype == torch.int64 and len(given)
+    if not shaped or not bool(((given >= 0) & (given < batch)).all()):
+        raise ValueError(f"reorder takes int64 [B'] indices below the batch of {batch}, B' 1 or more, got {given}")
 
 
 def queries_wanted(selector: Selector) -> tuple[float, int]:
@@ -231,8 +234,8 @@ def check_codec_fits(codec: RowCodec, keys: Tensor, rope: Rope | None) -> None:
             f"rows={str(codec)!r} keeps keys as they are before RoPE, and the selector was not told the layer's: bind "
             f"it with selector.for_layer(LayerContext(i, rope=...)), as SparseCache does"
         )
-    if codec.before_rope and rope is not None and rope.rotated > keys.shape[3]:
-        raise ValueError(f"the layer's RoPE turns {rope.rotated} dimensions, and its keys have {keys.shape[3]}")
+    if codec.before_rope and rope is not None:
+        rope.check_size(keys.shape[3])
 
 
 def check_levels(selector: Selector, codec: RowCodec | None) -> None:
@@ -299,6 +302,7 @@ def check_query(query: Tensor, keys: Tensor) -> None:
         query.ndim != 4
         or query.shape[:2] != keys.shape[:2]
         or query.shape[3] != keys.shape[3]
+        or not query.shape[2]
         or (query.dtype != keys.dtype or query.device != keys.device)
     ):
         (batch, heads, _, size), hint = keys.shape, ""
@@ -306,8 +310,8 @@ def check_query(query: Tensor, keys: Tensor) -> None:
         if group > 1 and list(query.shape) == [batch, heads * group, 1, size]:
             hint = f"; transformers' [B,Hq,1,D] is query.view({batch}, {heads}, {group}, {size}) here"
         raise ValueError(
-            f"a query of this cache is [B,H,G,D] = {[batch, heads, 'G', size]} {keys.dtype} on {keys.device}, got "
-            f"{list(query.shape)} {query.dtype} on {query.device}{hint}"
+            f"a query of this cache is [B,H,G,D] = {[batch, heads, 'G', size]}, G 1 or more, {keys.dtype} on "
+            f"{keys.device}, got {list(query.shape)} {query.dtype} on {query.device}{hint}"
         )
 
 
@@ -315,10 +319,7 @@ def check_group(query: Tensor, learned: Tensor) -> None:
     """Check that a query `[B,H,G,D]` has the G of the queries stored, `[B,H,G,m,D]`, or a multiple of it; else
     ValueError."""
     if query.shape[2] % learned.shape[2]:
-        raise ValueError(
-            f"this cache was shown queries of {learned.shape[2]} query heads per KV head, got a query of "
-            f"{query.shape[2]}"
-        )
+        raise other_heads(learned.shape[2], query.shape[2])
 
 
 def check_finite(**parts: Tensor) -> None:

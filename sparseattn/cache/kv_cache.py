@@ -39,8 +39,8 @@ def _fits(query: Tensor, keys: Tensor | None) -> bool:
     """Whether a query `[B,H,G,D]` is one of stored keys `[B,H,N,D]`; `input_checks.check_query` says why not."""
     if keys is None or query.ndim != 4 or query.dtype != keys.dtype or query.device != keys.device:
         return False
-    (batch, heads, _, size), shape = query.shape, keys.shape
-    return batch == shape[0] and heads == shape[1] and size == shape[3]
+    (batch, heads, group, size), shape = query.shape, keys.shape
+    return batch == shape[0] and heads == shape[1] and size == shape[3] and group > 0
 
 
 class KVCache(CacheEdits):

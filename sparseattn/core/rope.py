@@ -64,6 +64,11 @@ class Rope:
         """R, the dimensions that turn."""
         return 2 * len(self.inv_freq)
 
+    def check_size(self, size: int) -> None:
+        """Refuse keys of `size` dimensions where it turns more: ValueError."""
+        if size < self.rotated:
+            raise ValueError(f"the layer's RoPE turns {self.rotated} dimensions, and its keys have {size}")
+
     def to(self, device: torch.device) -> Rope:
         """Return it with its frequencies on a device."""
         return replace(self, inv_freq=self.inv_freq.to(device))

@@ -33,6 +33,17 @@ def check_most(**sizes: int) -> None:
             raise ValueError(f"{name} is {MOST:,} or less (a list of so many is half a MiB), got {size:,}")
 
 
+def check_query_heads(query: Tensor, shown: int) -> None:
+    """Refuse a query `[B,H,G,D]` where what a method keeps is of `shown` query heads per KV head, not G: ValueError."""
+    if query.shape[2] != shown:
+        raise other_heads(shown, query.shape[2])
+
+
+def other_heads(shown: int, got: int) -> ValueError:
+    """Return the refusal of a query of another number of query heads per KV head."""
+    return ValueError(f"this cache was shown queries of {shown} query heads per KV head, got a query of {got}")
+
+
 def check_share(share: float) -> None:
     """Refuse a share of the queries outside [0, 1]: ValueError."""
     if not 0 <= share <= 1:

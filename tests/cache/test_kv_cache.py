@@ -11,10 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode
+from sparseattn import (
+    Exact,
+    KVCache,
+    LayerContext,
+    Quest,
+    Random,
+    Rows,
+    Selection,
+    Selector,
+    Window,
+    decode,
+    make_selector,
+)
 from sparseattn.cache import state_checks
 from sparseattn.cache.query_buffers import sampled
 from sparseattn.core.budget import budget_rows, parse_budget
+from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead
 from sparseattn.selectors.registry import SELECTORS
@@ -136,6 +149,10 @@ def good() -> KVCache:
         (lambda c: c.append(torch.zeros(1, 3, 1, 32), torch.zeros(1, 3, 1, 32)), r"got keys \[1, 3, 1, 32\]"),
         (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).half()), "storage is torch.float32"),
         (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).long()), "floating dtype"),
+        (
+            lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).to(torch.float8_e4m3fn)),
+            "float32, float16, bfloat16 or float64; got torch.float8_e4m3fn",
+        ),
         (lambda c: c.append(*torch.full((2, 1, 2, 1, 32), torch.nan)), "keys must be finite, got nan"),
         (lambda c: c.append(torch.zeros(1, 2, 1, 32), torch.full((1, 2, 1, 32), torch.inf)), "values must be finite"),
         (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=torch.tensor([[7]])), "continue after 39"),
@@ -143,6 +160,7 @@ def good() -> KVCache:
         (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=torch.tensor([41])), r"\[B,n\] = \[1, 1\]"),
         (lambda c: decode(torch.zeros(1, 2, 3, 64), c, 16), r"\[B,H,G,D\] = \[1, 2, 'G', 32\]"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32).half(), c, 16), "torch.float16"),
+        (lambda c: decode(torch.zeros(1, 2, 0, 32), c, 16), r"G 1 or more, .*, got \[1, 2, 0, 32\]"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 0), "at least 1 row, got 0"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 1.5), r"\(0, 1\], got 1.5"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, True), "got True"),
@@ -162,8 +180,10 @@ def good() -> KVCache:
             r"positions is a .*torch.from_numpy\(positions\)",
         ),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 16, scale=math.nan), "scale is a finite number.* got nan"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 16, scale="x"), "scale is a finite number.* got 'x'"),
         (lambda c: c.crop(-1), "0 or more"),
         (lambda c: c.reorder(torch.tensor([1])), "below the batch of 1"),
+        (lambda c: c.reorder(torch.tensor([], dtype=torch.int64)), r"B' 1 or more, got tensor\(\[\]"),
         (lambda c: c.reorder([0]), r"index is a torch.Tensor, got a list: torch.tensor\(index\) makes one"),
         (lambda c: c.reorder(np.array([0])), r"index is a .*, got a numpy.ndarray: torch.from_numpy\(index\)"),
         (lambda c: c.append(None, torch.zeros(1, 2, 1, 32)), "keys is a torch.Tensor, got None"),
@@ -473,6 +493,42 @@ def test_a_method_that_needs_the_layers_rope_is_refused_before_rows_are_stored(s
     assert cache.batch == 0
 
 
+@pytest.mark.parametrize(
+    "spec",
+    ["loki:before=True", "a2ats", "locret", "seer", "infllm:distance=64,page=16", "querypq", "topp:inner=a2ats"],
+)
+def test_a_rope_wider_than_the_keys_is_refused_before_rows_are_stored(spec: str) -> None:
+    selector = make_selector(spec)
+    selector.bind(LayerContext(0, rope=Rope.of(32)))
+    cache = KVCache(selector, sink=4, window=8, seal=64)
+    queries, keys, values = heads(1, 2, 4, 40, 16)
+    with pytest.raises(ValueError, match="the layer's RoPE turns 32 dimensions, and its keys have 16"):
+        cache.append(keys, values, queries)
+    assert cache.batch == 0
+
+
+@pytest.mark.parametrize("spec", ["tova", "infllm:page=16", "freekv"])
+def test_a_query_of_another_number_of_query_heads_is_refused(spec: str) -> None:
+    """Also where that is a multiple: these methods keep something of each query head."""
+    queries, keys, values = heads(1, 2, 4, 120, 16)
+    cache = KVCache(spec, sink=4, window=8, seal=16)
+    cache.append(keys, values, queries[:, :, :2])
+    decode(queries[:, :, :2, -1], cache, 32)
+    for group in (1, 3, 4):
+        with pytest.raises(ValueError, match=f"2 query heads per KV head, got a query of {group}"):
+            decode(queries[:, :, :group, -1], cache, 32)
+    assert bool(decode(queries[:, :, :2, -1], cache, 32).isfinite().all())
+
+
+@pytest.mark.parametrize("spec", ["exact", "tova", "tailed:inner=quest"])
+def test_a_scale_that_is_no_number_is_refused(spec: str) -> None:
+    queries, keys, values = heads(1, 2, 3, 120, 16)
+    cache = KVCache(spec, sink=4, window=8, seal=16)
+    cache.append(keys, values, queries)
+    with pytest.raises(ValueError, match=r"scale is a finite number.* got 'x'"):
+        decode(queries[:, :, :, -1], cache, 32, scale="x")
+
+
 NEEDS_A_MODEL = ("a2ats", "kascade", "kmeans", "locret", "moments", "saap", "seer")  # its RoPE, a file, or its layers
 
 
@@ -506,6 +562,14 @@ def test_queries_fit_those_before_them(queries: torch.Tensor, sentence: str) -> 
     with pytest.raises(ValueError, match=sentence):
         cache.append(*rows, queries)
     assert cache.lengths.tolist() == [4]
+
+
+def test_queries_are_of_one_query_head_or_more() -> None:
+    cache = KVCache(Buckets(), sink=0, window=0, seal=16)
+    rows = torch.randn(2, 1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"\[1, 1, 'G', 4, 8\], G 1 or more, got \[1, 1, 0, 4, 8\]"):
+        cache.append(*rows, torch.zeros(1, 1, 0, 4, 8))
+    assert cache.batch == 0
 
 
 def test_one_selector_serves_one_cache() -> None:

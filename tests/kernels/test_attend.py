@@ -297,6 +297,7 @@ def test_one_selection_for_a_group_equals_the_same_for_each_of_its_heads() -> No
         ({"scale": math.nan}, r"scale is a finite number, or None for 1/sqrt\(D\), got nan"),
         ({"scale": -math.inf}, "a finite number.*, got -inf"),
         ({"scale": "1"}, "a finite number.*, got '1'"),
+        ({"query": torch.zeros(1, 2, 0, 64)}, r"one query head of each KV head or more \(G\), got \[1, 2, 0, 64\]"),
         ({"bounds": Bounds.of(1, 10, sink=11)}, "bounds.sink lies within the 10 rows"),
         ({"bounds": Bounds.of(1, 20)}, "bounds.sealed lies within the 10 rows"),
         ({"bounds": Bounds.of(2, 10)}, r"int32 \[B\] = \[1\]"),
@@ -321,6 +322,18 @@ def test_a_scale_may_be_any_finite_number(impl: str, scale: float) -> None:
     right = attend(query.double(), keys.double(), values.double(), everything, scale=scale, impl="reference")
     for got, wanted in zip(attend(query, keys, values, everything, scale=scale, impl=impl), right, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", RUN)
+@pytest.mark.parametrize(("batch", "kv"), [(0, 2), (1, 0)])
+def test_no_sequence_and_no_head_give_nothing(impl: str, batch: int, kv: int) -> None:
+    query, keys, values = torch.zeros(batch, kv, 3, 16), *torch.zeros(2, batch, kv, 90, 16)
+    chosen = Selection.tokens(torch.zeros(batch, kv, 5, dtype=torch.int64))
+    out, lse, weights = attend(query, keys, values, chosen, impl=impl, weights=True)
+    assert out.shape == query.shape
+    assert lse.shape == query.shape[:3]
+    assert weights.shape == (batch, kv * 3, 5, 1)
+    assert [x.shape for x in attend(query, keys, values, chosen, impl=impl)] == [out.shape, lse.shape]
 
 
 def test_the_table_of_implementations_names_their_files() -> None:

@@ -143,6 +143,23 @@ def test_a_file_is_trained_and_used(trace: Path, tmp_path: Path) -> None:
         A2ATS(artefact=str(out)).for_layer(other).check_shape(H, G, D)
 
 
+def test_keys_of_16_bits_whose_centroids_pass_their_range_are_found() -> None:
+    """A power of two on the keys is one on every logit, so it changes no choice."""
+    queries, keys, values = (part.half() for part in heads(2, H, G, 400, D))
+    keys = keys.clamp(-3, 3)
+    keys[1] /= 64  # of this sequence no centroid does
+    chosen = []
+    for times in (1, 2**14):
+        selector = A2ATS(bits=5, group="sum").for_layer(LayerContext(rope=ROPE))
+        cache = KVCache(selector, sink=4, window=8, seal=64, check=True)
+        cache.append(keys * times, values, queries)
+        chosen.append(cache.select(queries[:, :, :, -1], 16).rows.sort().values)
+        assert bool(selector.centroids.data.isfinite().all())
+        assert bool((selector.factor.data @ selector.back.data).allclose(torch.eye(D), atol=1e-3))
+    assert bool((chosen[0] >= 0).all())
+    assert torch.equal(*chosen)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no fixed RoPE"):
         A2ATS().check_shape(H, G, D)

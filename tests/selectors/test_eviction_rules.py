@@ -141,6 +141,29 @@ def test_scissorhands_counts_queries_that_a_row_was_pivotal_for(data: str) -> No
                 records[h][row].append(bool(weights[h, :, row].mean() >= 1 / int(held[h].sum())))
 
 
+@pytest.mark.parametrize(("selector", "budget"), [(FastGen(), 16), (Scissorhands(), 4), (Scissorhands(), 9)], ids=str)
+def test_a_budget_below_the_newest_rows_holds_the_newest_of_them(selector: FastGen | Scissorhands, budget: int) -> None:
+    queries, keys, values = heads(1, 1, G, 300, D)
+    cache = KVCache(selector.for_layer(0), sink=0, window=1, seal=1, check=True)
+    cache.append(keys[:, :, :290], values[:, :, :290], queries[:, :, :, :290])
+    for t in range(290, 300):
+        one = slice(t, t + 1)
+        cache.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
+        rows = cache.select(queries[:, :, :, t], budget).rows[0, 0]
+        assert rows.sort().values.tolist() == list(range(t - budget, t))
+    if isinstance(cache.selector, FastGen):
+        assert cache.selector.last.data.tolist() == [[[87]]], "the head's policy has a local window"
+
+
+def test_fastgen_holds_the_first_of_the_first_tokens_where_the_budget_is_below_their_number() -> None:
+    queries, keys, values = heads(1, H, G, 300, D)
+    cache = KVCache(FastGen(0.0, special=40), sink=0, window=1, seal=1, check=True)
+    cache.append(keys, values, queries)
+    for budget in (17, 16, 3):
+        rows = cache.select(queries[:, :, :, -1], budget).rows
+        assert rows.sort().values.tolist() == [[list(range(budget))] * H]
+
+
 @pytest.mark.parametrize("data", DATA)
 def test_zipcache_divides_by_how_many_queries_see_a_row(data: str) -> None:
     """ThisisBillhe/ZipCache, zipcache/models/modeling_llama.py:778-795: probes, their sum over a group, over N - j."""

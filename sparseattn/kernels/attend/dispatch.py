@@ -66,7 +66,7 @@ def attend(
     others.
 
     Args:
-        query: `[B,H,G,D]`, after RoPE; D from 1 to 256.
+        query: `[B,H,G,D]`, after RoPE; G 1 or more, D from 1 to 256.
         keys, values: `[B,H,N,D]`, the query's dtype and device. Rows that nobody names may hold anything.
         selection: rows chosen, counted from `bounds.base`; spans of one head are disjoint. Its bias is added to their
             logits.
@@ -98,12 +98,14 @@ def attend(
     _check(query, keys, values, selection, bounds, block_table)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
-    elif not isinstance(scale, Real) or not math.isfinite(scale):
-        raise ValueError(f"scale is a finite number, or None for 1/sqrt(D), got {scale!r}")
+    elif not is_scale(scale):
+        raise no_scale(scale)
     if bounds is None:
         rows = keys.shape[2] if block_table is None else keys.shape[2] * block_table.shape[1]
         bounds = Bounds.of(query.shape[0], rows, device=keys.device)
     kernel = ATTEND.pick(impl, query.device, query.dtype, _torch_only(query, keys, values, selection.bias))
+    if not query.numel():  # no sequence or no head
+        return _nothing(query, selection, weights)
     out, lse = kernel.attend(query, keys, values, selection, bounds, scale, block_table)
     if not weights:
         return out, lse
@@ -133,11 +135,34 @@ def attend_stored(
         scale = query.shape[3] ** -0.5
     (batch, heads, group, _), (lists, chosen, _) = query.shape, selection.start.shape
     fits = lists == batch and chosen in (heads, heads * group) and selection.start.device == query.device
-    if not fits or not math.isfinite(scale):
+    number = type(scale) is float or isinstance(scale, Real)
+    if not fits or not number or not math.isfinite(scale):
         return attend(query, keys, values, selection, bounds, scale=scale, impl=impl)
     kernel = ATTEND.pick(impl, query.device, query.dtype, _torch_only(query, keys, values, selection.bias))
     out: tuple[Tensor, Tensor] = kernel.attend(query, keys, values, selection, bounds, scale, None)
     return out
+
+
+def _nothing(
+    query: Tensor, selection: Selection, weights: bool
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Return what `attend` does for a query of no elements."""
+    (batch, heads, group, _), places = query.shape, selection.start.shape[2]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out, lse = torch.zeros_like(query), query.new_zeros(batch, heads, group, dtype=wide)
+    if not weights:
+        return out, lse
+    return out, lse, query.new_zeros(batch, heads * group, places, selection.span, dtype=torch.float32)
+
+
+def is_scale(scale: object) -> bool:
+    """Return whether it is a finite number, as a factor of logits is."""
+    return isinstance(scale, Real) and math.isfinite(scale)
+
+
+def no_scale(given: object) -> ValueError:
+    """Return the refusal of a factor of logits that is no finite number."""
+    return ValueError(f"scale is a finite number, or None for 1/sqrt(D), got {given!r}")
 
 
 def _torch_only(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> bool:
@@ -167,6 +192,8 @@ def _check(
             f"query {list(query.shape)} and keys {list(keys.shape)} must agree in B, H and D: query is [B,H,G,D] with "
             f"H KV heads of G query heads each, keys are [B,H,N,D]"
         )
+    if not group:
+        raise ValueError(f"query is [B,H,G,D] with one query head of each KV head or more (G), got {list(query.shape)}")
     if not 1 <= size <= 256:
         raise ValueError(f"the head size D is 1 to 256, got {size}")
     if query.dtype not in DTYPES or not query.dtype == keys.dtype == values.dtype:

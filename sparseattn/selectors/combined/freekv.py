@@ -15,6 +15,7 @@ from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, both
 from sparseattn.selectors.abilities import Evicts, FollowsLayers
 from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_query_heads
 from sparseattn.selectors.combined.wrapper import Wrapper
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.selectors.saved_state import Loaded, of_parts
@@ -183,6 +184,8 @@ class FreeKV(Wrapper):
         self.inner.check_state(of_parts(state, "inner")["inner"], rows, order)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        if "query" in self.last.parts:
+            check_query_heads(query, self.last.parts["query"].shape[2])
         anew = self._anew(query, budget)  # [B,H]
         self.last.count(anew)
         before = self.last.choice()

@@ -20,7 +20,7 @@ from sparseattn.selectors.eviction.summed_base import Summed, prompt_queries
 from sparseattn.selectors.newest import newest
 
 FIRST, FREQUENT, LOCAL, FULL = range(4)  # the policies, each of which holds what the one before it does, and more
-ALWAYS = 1e30  # worth of rows that are held in any case
+ALWAYS = 1e30  # worth of rows that are held in any case, or up to twice that
 LEAST = 32  # rows of a prompt that is profiled
 
 
@@ -38,14 +38,15 @@ class FastGen(Summed):
         frequent: share of the prompt for the rows with the largest sums; 0.3 in the paper.
         local: share of the prompt for the newest rows; 0.3 in the paper.
 
-    A budget is a limit: a head whose policy holds more keeps the best of it. With none, memory follows the heads, as in
+    A budget is a limit: a head whose policy holds more keeps the best of it: its newest rows come first, then the first
+    tokens, the earliest before the others, then the largest sums. With none, memory follows the heads, as in
     the paper.
 
     Departures. The paper's policies also hold special tokens and punctuation wherever they stand; a selector knows no
     kinds of tokens, and special ones are most often the first. Its own code is not public. The profile is that of
     cold-compress (AnswerDotAI, `KVCacheHybrid`), but for rows' sums, which that code divides by how many queries see a
-    row; the paper has sums. The step's own token comes on top of what a head holds. With a sink, its rows are not among
-    what is profiled: compare with `FastGen.paper()`. A prompt of fewer than 32 tokens is not profiled, and all rows
+    row; the paper has sums. The step's own token comes on top of what a head holds. With a sink, its rows are profiled
+    and count too, and come on top of what is held: compare with `FastGen.paper()`. A prompt of fewer than 32 tokens is not profiled, and all rows
     are held.
 
     Raises:
@@ -85,8 +86,9 @@ class FastGen(Summed):
         kept_rows, most, last = (torch.stack(part) for part in zip(*self._profiles(rows, at, sums), strict=True))
         self.most.append(most[:, None])
         self.last.append(last[:, None])
-        first = at < self._begin(at)[:, None] + self.special
-        worth = sums.masked_fill(first[:, None], ALWAYS).masked_fill(~kept_rows, -torch.inf)
+        after = at - self._begin(at)[:, None]  # [B,n] rows behind the first
+        early = ALWAYS * (2 - (after + 1) / max(self.special, 1))  # of special rows: below ALWAYS * 2, the first most
+        worth = torch.where((after < self.special)[:, None], early[:, None], sums).masked_fill(~kept_rows, -torch.inf)
         return worth[:, :, : sealed.shape[2]], rest, rest_at
 
     def _begin(self, at: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ class FastGen(Summed):
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         most, last = self.most.data[:, 0, :, None], self.last.data[:, 0, :, None]  # [B,H,1]
-        rank = worth.masked_fill(newest(worth > -torch.inf, last), ALWAYS * 2)
+        rank = worth.masked_fill(newest(worth > -torch.inf, last.clamp(max=budget)), ALWAYS * 2)
         place = rank.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return rank.masked_fill(place >= most, -torch.inf), 0
 

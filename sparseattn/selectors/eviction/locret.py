@@ -77,6 +77,7 @@ class Locret(ComparesHeads, Evicting):
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         rope, some = self._rope(), self.layer_context.heads
+        rope.check_size(size)
         if some is not None and some.of != heads:
             raise ValueError(f"{self} reads all {some.of} KV heads of a layer, and is given {heads} of them")
         if self.artefact != RANDOM:

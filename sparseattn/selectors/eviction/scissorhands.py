@@ -120,7 +120,8 @@ class Scissorhands(Observes, Evicting):
         share = worth.double() / seen
         rank = share.argsort(dim=-1, stable=True).argsort(dim=-1).float()  # of equal shares, the newer the more
         there = worth > -torch.inf
-        return rank.masked_fill(~there, -torch.inf).masked_fill(newest(there, self.recent), torch.inf), 0
+        last = newest(there, min(self.recent, budget))
+        return rank.masked_fill(~there, -torch.inf).masked_fill(last, torch.inf), 0
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         self.asked.data[:, 0] = step.positions

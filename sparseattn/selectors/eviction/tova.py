@@ -13,6 +13,7 @@ from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan
 from sparseattn.selectors.abilities import ComparesHeads, WeighsUnsealed
 from sparseattn.selectors.base import Rows, StepContext
+from sparseattn.selectors.checks import check_query_heads
 from sparseattn.selectors.eviction.attention_received import received
 from sparseattn.selectors.eviction.base import Observing, every_row, last_of
 
@@ -63,6 +64,7 @@ class TOVA(ComparesHeads, WeighsUnsealed, Observing):
         return 1e6 + positions  # above every weight
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        check_query_heads(query, self.near.data.shape[3])
         assert step.unsealed_lse is not None
         self.near.data[:, 0] = step.unsealed_lse
         return super().select(query, step, budget)

@@ -13,7 +13,7 @@ from sparseattn.kernels.group_vote.dispatch import GROUPS, vote
 from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.abilities import ComparesHeads, LearnsFromQueries
 from sparseattn.selectors.base import Rows, Selector, StepContext
-from sparseattn.selectors.checks import check_least, known_rope
+from sparseattn.selectors.checks import check_least, check_query_heads, known_rope
 
 
 class InfLLM(ComparesHeads, LearnsFromQueries, Selector):
@@ -74,7 +74,7 @@ class InfLLM(ComparesHeads, LearnsFromQueries, Selector):
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         if self.distance is not None:
-            self._rope()
+            self._rope().check_size(size)
 
     def append(self, rows: Rows) -> None:
         assert rows.queries is not None  # a share of 1: those of every row
@@ -108,6 +108,7 @@ class InfLLM(ComparesHeads, LearnsFromQueries, Selector):
         return known_rope(self, self.layer_context, "puts blocks at one distance", instead)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        check_query_heads(query, self.means.visible.shape[2])
         if self.distance is not None:
             at = step.positions.to(query.device)[:, None, None]
             query = self._rope().rotate(self._rope().unrotate(query, at), torch.full_like(at, self.distance))

@@ -101,8 +101,11 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys = rows.keys[0]
         learned = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
-        back = torch.linalg.inv(learned["factor"].double()).float()
-        return {"factor": learned["factor"], "back": back, "centroids": learned["centroids"].to(half(keys))}
+        kind = half(keys)
+        less = _within(learned["centroids"], kind)  # [H] of both, which changes no name and no product
+        factor, centroids = learned["factor"] * less[:, None, None], learned["centroids"] * less[:, None, None, None]
+        back = torch.linalg.inv(factor.double()).float()
+        return {"factor": factor, "back": back, "centroids": centroids.to(kind)}
 
     def _prompts(self, rows: Rows) -> dict[str, Tensor]:
         keys, rope, places = rows.keys[0], self._rope_on(rows.keys.device), rows.positions[0]
@@ -155,3 +158,9 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         size, every = query.shape[3], query.shape[:3].numel()
         books = self.names(size)[1]
         return Launch("names", flops=2.0 * every * (books + size * size), entries=every * sealed)
+
+
+def _within(centroids: Tensor, kind: torch.dtype) -> Tensor:
+    """`[H]`: the powers of two, 1 or less, that bring centroids `[H,1,K,D]` float32 into the range of `kind`."""
+    most = centroids.abs().amax((1, 2, 3)) / torch.finfo(kind).max
+    return 2.0 ** -most.log2().ceil().clamp(min=0)

@@ -74,6 +74,8 @@ class FromCalibration(Ranked):
             self.calibration().check(self.layer, self._every(heads), size, self.layer_context.rope)
         elif not self.roped:
             self._rope()
+        if not self.roped and (rope := self.layer_context.rope) is not None:
+            rope.check_size(size)
 
     def why_not_compared(self) -> str | None:
         return LEARNED_HERE if self.artefact == PROMPT else None

@@ -113,6 +113,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
+        if self.ahead and self.artefact == PROMPT and (rope := self.layer_context.rope) is not None:
+            rope.check_size(size)
         subspaces = self.subspaces_of(size)
         if self.artefact != PROMPT:
             theirs = self.calibration().holds(self.layer)["centroids"].shape[1:3]
