@@ -140,6 +140,16 @@ def test_the_default_takes_numba_where_it_fits_and_gather_elsewhere(monkeypatch:
     assert ran == list(DTYPES)
 
 
+def test_scores_keep_gradients() -> None:
+    queries, keys, values = heads(1, 2, 3, 40, 16)
+    query = queries[:, :, :, 0].requires_grad_()
+    bounds = PageBounds(keys, values.maximum(keys), torch.ones(1, 40, dtype=torch.bool))
+    ids = torch.arange(8, dtype=torch.int32).expand(1, 6, -1)
+    for scores in (page_scores(query, bounds, "max"), listed_scores(query, keys, ids)):
+        (gradient,) = torch.autograd.grad(scores.sum(), query)
+        assert bool(gradient.any())
+
+
 def test_layouts_and_sizes_do_not_compile_anew() -> None:
     for batch, kv, group, rows, slots in ((1, 2, 4, 50, 3), (3, 1, 1, 9, 1), (2, 3, 5, 200, 12)):
         queries, keys, values = heads(batch, kv, group, rows, 16)

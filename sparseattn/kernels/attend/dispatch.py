@@ -73,9 +73,9 @@ def attend(
         bounds: the zones; None means no sink and no window, and a selection counted from row 0. They lie within N,
             which is checked on the CPU only: on a GPU the check would make the host wait.
         scale: factor of the logits, a finite number, default `1/sqrt(D)`.
-        impl: "reference", "gather", "numba" or "triton". None takes Triton on a CUDA device that has it; on the CPU
-            numba's code where it is installed, for float32, float16 and bfloat16 rows whose elements are adjacent; and
-            gather elsewhere. A named implementation runs or raises, it is never replaced by another.
+        impl: "reference", "gather", "numba" or "triton". None takes Triton on a CUDA device that has it, and on the CPU
+            numba's code where it is installed, for float32, float16 and bfloat16; and gather elsewhere, where elements
+            of a row are not adjacent, and where gradients are asked for. A named implementation runs or raises, it is never replaced by another.
         block_table: `[B,M]` int32: keys and values are a paged store `[blocks,H,block_size,D]`, and row r of sequence b
             lies in block `block_table[b, r // block_size]` at `r % block_size`, so that N is `M * block_size`. Entries
             behind a sequence's rows, and blocks that no entry names, may hold anything. Stores of another order are
@@ -166,9 +166,7 @@ def no_scale(given: object) -> ValueError:
 
 
 def _torch_only(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> bool:
-    """Return whether numba's code is not for these tensors: it reads adjacent elements, and knows no gradients."""
-    if query.is_cuda:
-        return False
+    """Return whether compiled code is not for these tensors: it reads adjacent elements, and knows no gradients."""
     if not keys.stride(-1) == values.stride(-1) == 1:
         return True
     learns = query.requires_grad or keys.requires_grad or values.requires_grad

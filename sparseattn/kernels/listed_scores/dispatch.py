@@ -21,4 +21,5 @@ def listed_scores(query: Tensor, keys: Tensor, ids: Tensor, impl: str | None = N
     Returns:
         `[B,H*G,n]` float32, -inf for -1 and for all but the first of equal ids.
     """
-    return SCORES.pick(impl, query.device, query.dtype).scores(query, keys, ids)
+    learns = query.requires_grad or keys.requires_grad
+    return SCORES.pick(impl, query.device, query.dtype, learns).scores(query, keys, ids)

@@ -25,7 +25,7 @@ def page_scores(
     Returns:
         `[B,Hs,P]` float32 (float64 for float64), -inf where a page is not valid.
     """
-    kernel = SCORES.pick(impl, query.device, query.dtype)
+    kernel = SCORES.pick(impl, query.device, query.dtype, query.requires_grad)
     return kernel.scores(query, bounds, group, temperature or query.shape[-1] ** 0.5)
 
 
@@ -48,5 +48,5 @@ def page_scores_at(
     Returns:
         `[B,Hs,P]` float32, -inf where the table names none.
     """
-    kernel = SCORES.pick(impl, query.device, query.dtype)
+    kernel = SCORES.pick(impl, query.device, query.dtype, query.requires_grad)
     return kernel.scores_at(query, store, table, group, temperature or query.shape[-1] ** 0.5)

@@ -46,8 +46,8 @@ class FastGen(Summed):
     kinds of tokens, and special ones are most often the first. Its own code is not public. The profile is that of
     cold-compress (AnswerDotAI, `KVCacheHybrid`), but for rows' sums, which that code divides by how many queries see a
     row; the paper has sums. The step's own token comes on top of what a head holds. With a sink, its rows are profiled
-    and count too, and come on top of what is held: compare with `FastGen.paper()`. A prompt of fewer than 32 tokens is not profiled, and all rows
-    are held.
+    and count too, and come on top of what is held: compare with `FastGen.paper()`. A prompt of fewer than 32 tokens is
+    not profiled, and all rows are held.
 
     Raises:
         ValueError: a share outside 0 to 1, or a number of tokens below 0.
