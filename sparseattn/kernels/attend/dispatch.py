@@ -75,7 +75,8 @@ def attend(
         scale: factor of the logits, a finite number, default `1/sqrt(D)`.
         impl: "reference", "gather", "numba" or "triton". None takes Triton on a CUDA device that has it, and on the CPU
             numba's code where it is installed, for float32, float16 and bfloat16; and gather elsewhere, where elements
-            of a row are not adjacent, and where gradients are asked for. A named implementation runs or raises, it is never replaced by another.
+            of a row are not adjacent, and where gradients are asked for. A named implementation runs or raises, it is
+            never replaced by another.
         block_table: `[B,M]` int32: keys and values are a paged store `[blocks,H,block_size,D]`, and row r of sequence b
             lies in block `block_table[b, r // block_size]` at `r % block_size`, so that N is `M * block_size`. Entries
             behind a sequence's rows, and blocks that no entry names, may hold anything. Stores of another order are
