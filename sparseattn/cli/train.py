@@ -21,6 +21,7 @@ from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.training import Progress, train, train_codes, train_index, train_retaining, train_window
 from sparseattn.training.query_codes import kept
 from sparseattn.utils.devices import usable_device
+from sparseattn.utils.locks import locked
 
 LAST_STEPS = "mean loss of the last tenth of the steps:"
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
@@ -30,6 +31,14 @@ def run(options: TrainOptions) -> None:
     """Run `sparseattn train`."""
     if options.method != SAAP and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"--method {options.method} takes one process, got {os.environ['WORLD_SIZE']} of torchrun")
+    out = options.out
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0" and out.parent.is_dir():  # else what runs says so
+            stack.enter_context(locked(out.with_name(f".{out.name}.lock"), f"--out {out}"))
+        _run(options)
+
+
+def _run(options: TrainOptions) -> None:
     if options.method in INDEXES:
         _train_index(options)
         return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from markupsafe import Markup
 from rich import box
+from rich.console import Console, ConsoleOptions, OverflowMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -86,11 +87,15 @@ class Table:
         """Return the texts of each row."""
         return ([column.cell(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows)
 
-    def __rich__(self) -> RichTable:
-        return self.terminal()
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable]:
+        yield self.terminal("crop" if options.ascii_only else "ellipsis")
 
-    def terminal(self) -> RichTable:
-        """Return the table for rich; nothing in it is a command to rich or to the terminal."""
+    def terminal(self, cut: OverflowMethod = "ellipsis") -> RichTable:
+        """Return the table for rich; nothing in it is a command to rich or to the terminal.
+
+        Args:
+            cut: how cells that are too wide are cut: where "..." cannot be written as one character, "crop".
+        """
         out = RichTable(
             title=_text(self.title, "table.title") if self.title else None,
             caption=_text(self.note, "table.caption") if self.note else None,
@@ -104,7 +109,7 @@ class Table:
                 _text(column.head),
                 justify=column.align,
                 no_wrap=not column.wrap,
-                overflow="fold" if column.wrap else "ellipsis",
+                overflow="fold" if column.wrap else cut,
             )
         for number, cells in enumerate(self.cells()):
             if number in self.rules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import subprocess
@@ -137,3 +138,11 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "sparseattn: interrupted\n")
+
+
+def test_tables_fit_terminals_that_are_narrow_and_know_ascii_alone() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+    command = [sys.executable, "-m", "sparseattn", "models"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "smollm2" in done.stdout

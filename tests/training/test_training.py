@@ -41,6 +41,7 @@ from sparseattn.training.fit import over_distances
 from sparseattn.training.kmeans import assign, balance, mean_lengths, repaired, spherical_kmeans
 from sparseattn.training.prompts import LEAST, HeadView, TracedPrompt, open_prompts
 from sparseattn.training.validation import Held, classifier_scores, held, recovered, symmetric_scores
+from sparseattn.utils.locks import locked
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 384
 FILTERS = Filters(gap=31, near=16)
@@ -472,6 +473,15 @@ def command(folder: Path, out: Path, *options: str) -> list[str]:
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive"}
+
+
+def test_a_second_run_to_a_file_says_who_holds_it(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.safetensors"
+    with locked(tmp_path / ".a.safetensors.lock", "it"):
+        done = CliRunner().invoke(app, command(folder, out)[3:])
+    assert done.exit_code == 2
+    assert f"--out {out} is in use by process {os.getpid()}" in " ".join(done.output.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -47,7 +47,8 @@ def check_processors(processors: Any, draft: int | str) -> None:
             raise ValueError("guidance_scale runs the model a second time with a cache of its own: leave it out")
         if name == "SynthIDTextWatermarkLogitsProcessor" and draft != 0:
             raise ValueError(
-                "SynthID's watermark depends on the order of its calls, and not all drafts are kept: draft=0, or a WatermarkingConfig, which depends on the tokens alone"
+                "SynthID's watermark depends on the order of its calls, and not all drafts are kept: draft=0, or a "
+                "WatermarkingConfig, which depends on the tokens alone"
             )
 
 
