@@ -19,12 +19,14 @@ from sparseattn.evaluation.tasks.records import Key, Records
 
 def measured(sources: Sequence[Source], engine: Engine, records: Records) -> Generator[dict[str, Any], None, None]:
     """Yield every record that is wanted, those that were there already among them, in the order of the prompts and with
-    a progress bar. All passes but the last say nothing before they are through."""
+    a progress bar. All passes but the last say nothing before they are through. A record that was there names the file
+    and the line that its prompt stands in now."""
     made_by = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
     everything = [compared for each in engine.passes for compared in each.compared]
     asked_of = {source.task: 1 if source.task == AGREEMENT else len(engine.protocols) for source in sources}
     cells = len(everything) * sum(source.count * asked_of[source.task] for source in sources)
-    coming: deque[Key] = deque()  # of the records that are to be given out, as far as prompts were made
+    # Of the records that are to be given out, as far as prompts were made: their keys, and where their prompts stand.
+    coming: deque[tuple[Key, dict[str, Any]]] = deque()
     with progress_bar() as bar:
         task = bar.add_task("", total=cells)
 
@@ -41,7 +43,7 @@ def measured(sources: Sequence[Source], engine: Engine, records: Records) -> Gen
                     bar.advance(task, len(keys) - len(missing))
                     handed_over |= missing
                     if each is engine.passes[-1]:
-                        coming.extend(prompt.keys(engine.protocols, everything))
+                        coming.extend((key, prompt.place) for key in prompt.keys(engine.protocols, everything))
                     if missing:
                         yield prompt
 
@@ -50,6 +52,7 @@ def measured(sources: Sequence[Source], engine: Engine, records: Records) -> Gen
                 for record in new:
                     records.add({**record, **made_by})
                     bar.advance(task)
-                    while coming and coming[0] in records.found:
-                        yield records.found[coming.popleft()]
-    yield from (records.found[key] for key in coming)
+                    while coming and coming[0][0] in records.found:
+                        key, place = coming.popleft()
+                        yield {**records.found[key], **place}
+    yield from ({**records.found[key], **place} for key, place in coming)

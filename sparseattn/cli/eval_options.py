@@ -33,7 +33,8 @@ GENERATED = "passkey,kv"
 BUDGETS = "64,256,1024"  # where none are asked for; those of them that a prompt is too short for change nothing
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 ON_DEVICE = ("dtype", "device", "tensor_parallel")
-OF_PROMPTS = ("layout", "templates", "demos", "results")
+OF_PROMPTS = ("layout", "templates", "demos", "results", "scoring", "template", "tail", "max_length")
+OF_TASKS, OF_QUESTIONS = ("lengths", "samples"), ("depths", "seed", "filler")
 GROUPS = {  # of options, in help
     "Who answers": ("model", "engine", "endpoint", "concurrency", *ON_DEVICE, "chunk", "chat"),
     "Made-up questions": ("task", "lengths", "depths", "samples", "seed", "filler", "qa", "ruler_words"),
@@ -283,7 +284,8 @@ class EvalOptions:
             )
         if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
             raise ValueError("--concurrency needs --endpoint or --engine vllm")
-        self._check_effect()
+        if not self.prompts:  # how long these are is known when they are read
+            self.check_effect()
         if bool(self.text) != (AGREEMENT in self.tasks):
             raise ValueError(f"--task {AGREEMENT} needs --text, and only that task takes it")
         if (self.qa is not None) != (QA in self.tasks):
@@ -292,18 +294,48 @@ class EvalOptions:
             raise ValueError(f"only --task {CWE} takes --ruler-words")
         if not self.prompts and (alone := shared.spelled(name for name in OF_PROMPTS if name in self.given)):
             raise ValueError(f"{alone} needs --prompts: name a file")
+        self._check_asked()
 
-    def _check_effect(self) -> None:
-        """NoEffect for a budget that was asked for and covers the longest prompt that is made or cut to length."""
+    def _check_asked(self) -> None:
+        """Refuse options of tasks that are not asked, and records among the prompts."""
+
+        def given(names: Sequence[str]) -> str:
+            return shared.spelled(name for name in names if name in self.given)
+
+        if not self.tasks and (alone := given((*OF_TASKS, *OF_QUESTIONS))):
+            raise ValueError(f"{alone} needs --task, and --prompts are asked as they are: leave it out or name a task")
+        if set(self.tasks) <= {AGREEMENT} and (alone := given(OF_QUESTIONS)):
+            raise ValueError(f"{alone} needs a --task with made-up questions: leave it out, or name one")
+        if AGREEMENT not in self.tasks and (alone := given(("last",))):
+            raise ValueError(f"{alone} needs --task {AGREEMENT}, and only that task takes it")
+        for path in self.prompts or ():
+            if path.is_dir() and self.out.resolve().is_relative_to(path.resolve()):
+                raise ValueError(
+                    f"--out {self.out} lies within --prompts {path}, all of whose files are read: name a folder outside"
+                )
+
+    def check_effect(self, own: int = 0) -> None:
+        """Refuse what reads all rows of the longest prompt: sink and window, or a budget that was asked for.
+
+        Args:
+            own: rows of the longest of `--prompts`, with its answer.
+
+        Raises:
+            NoEffect: naming the option, and the number that would have an effect.
+        """
         from sparseattn.core.no_effect import idle_budget, refuse
+        from sparseattn.selectors.baselines.native import Native
 
-        longest = max(self.prompt_lengths[-1] if self.tasks else 0, self.max_length or 0)
-        unknown = bool(self.prompts) and self.max_length is None  # how long these are is known when they are read
-        if self.endpoint or unknown or self.budget == BUDGETS:
+        if self.endpoint:
             return
-        if any(method.selector is not None and method.selector.uses_budget for method in self.methods):
-            for budget in values.budgets(self.budget):
-                refuse(idle_budget(budget, longest, self.sink, self.window, "the longest prompt"))
+        longest = max(self.prompt_lengths[-1] if self.tasks else 0, own)
+        selectors = [method.selector for method in self.methods if method.selector is not None]
+        if all(isinstance(selector, Native) for selector in selectors):  # a model's own index has no zones
+            return
+        asked = self.budget != BUDGETS and any(selector.uses_budget for selector in selectors)
+        # A share always leaves rows out, so that of it sink and window alone are looked at.
+        for budget in values.budgets(self.budget if asked else "1%"):
+            refuse(idle_budget(budget, longest, self.sink, self.window, "the longest prompt"))
 
     @cached_property
     def given(self) -> set[str]:

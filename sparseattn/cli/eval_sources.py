@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sparseattn.cli.eval_options import EvalOptions
-from sparseattn.cli.eval_prompts import own_prompts, prompt_file
+from sparseattn.cli.eval_prompts import check_used, own_prompts, prompt_file
 from sparseattn.cli.eval_ruler import open_filler, open_material, ruler_prompts
 from sparseattn.cli.inputs import InputText, open_texts
 from sparseattn.evaluation.layouts.registry import PromptFile
@@ -47,8 +47,10 @@ class Files:
             ValueError: naming the file, and the line of a prompt that cannot be used; a text that cannot be had, or two
                 of one name.
         """
+        prompts = [prompt_file(path, options) for path in dict.fromkeys(options.prompts or ())]
+        check_used(prompts, options)
         return cls(
-            [prompt_file(path, options) for path in dict.fromkeys(options.prompts or ())],
+            prompts,
             made_up if options.filler is None else from_text(open_filler(options.filler)[1]),
             open_material(options),
             open_texts(options.text or ()),

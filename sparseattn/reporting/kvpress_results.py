@@ -108,7 +108,7 @@ def write(folder: Path, runs: Sequence[KvpressRun]) -> list[Path]:
         place = folder / run.folder
         place.mkdir(parents=True, exist_ok=True)
         write_atomic(place / "predictions.csv", predictions(run).encode())
-        write_atomic(place / "metrics.json", json.dumps(metrics(run), indent=4).encode())
+        write_atomic(place / "metrics.json", json.dumps(metrics(run), indent=4, allow_nan=False).encode())
         write_atomic(place / "config.yaml", config(run, folder).encode())
         made.append(place)
     return made
@@ -144,10 +144,9 @@ def metrics(run: KvpressRun) -> Any:
         return mean_of(run.records, "score")
     grouped: dict[str, list[Record]] = {}
     for field in ("difficulty", "length"):
-        values = sorted({str(line[field]) for line in run.lines if field in line})
-        for value in values:
-            pairs = zip(run.records, run.lines, strict=True)
-            grouped[value] = [record for record, line in pairs if line.get(field) == value]
+        said = [None if line.get(field) is None else str(line[field]) for line in run.lines]
+        for value in sorted({value for value in said if value is not None}):
+            grouped[value] = [record for record, own in zip(run.records, said, strict=True) if own == value]
     return {"average": mean_of(run.records, "score"), **{name: mean_of(of, "score") for name, of in grouped.items()}}
 
 

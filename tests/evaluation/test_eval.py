@@ -381,7 +381,7 @@ def test_more_methods_come_on_top_and_other_settings_do_not(folder: Path, tmp_pa
     done = run(*options, "--selector", "quest", "--budget", "32")
     assert done.exit_code == 0, done.output
     assert [one["method"] for one in lines(tmp_path)] == ["full", "window", "quest"]
-    assert not [line for line in done.stdout.splitlines() if line.strip().startswith("window")]
+    assert not [line for line in done.stdout.splitlines() if re.match(r"\s*window +-", line)]
     before = (tmp_path / "eval.jsonl").read_bytes()
     for option in (["--sink", "0"], ["--dense-layers", "1"], ["--answer-tokens", "3"], ["--seal", "64"]):
         done = run(*options, "--selector", "window", *option)
@@ -451,11 +451,12 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
         (["--lengths", "560,1010"], "has 1024 positions, --lengths 1010 with an answer of 22 tokens takes 1032"),
         (["--seal", "0"], "--seal must be 1 or more, got 0"),
         (["--selector", "infllm", "--seal", "64"], "seal is at least the unit of infllm:"),
+        (["--window", "560"], "--sink 4 and --window 560 read all 560 rows of the longest prompt, so that no method"),
         (["--depths", "2"], "a depth lies between 0 (first) and 1 (last), got 2"),
         (["--dense-layers", "2"], "the model has 2 layers: of them 0 to 1 may be dense, got 2"),
         (["--selector", "quests"], "no selector is called 'quests'"),
         (["--budget", "8"], "a budget of 8 rows is less than one span"),
-        (["--prompts", "none.jsonl"], "cannot use none.jsonl: No such file or directory"),
+        (["--task", "kv", "--prompts", "none.jsonl"], "cannot use none.jsonl: No such file or directory"),
         (["--filler", "none.txt"], "none.txt is neither a file nor one of the texts by name (alice, "),
         (["--model", "./none"], "no such model folder: ./none"),
         (["--model", "reference", "--device", "nowhere"], "nowhere is not a torch device"),

@@ -120,6 +120,17 @@ def test_settings_without_effect_are_refused(changes: dict[str, Any], says: str)
         sparse_lm(**changes).loglikelihood(choices())
 
 
+def test_a_task_without_rows_to_leave_out_is_refused() -> None:
+    asked = [Instance("loglikelihood", {}, ("", answer), 0, ("void", 0, 1)) for answer in ("a", "b")]
+    with pytest.raises(NoEffect, match=r"the longest prompt of void has 1 rows .* leave void out"):
+        sparse_lm().loglikelihood(asked)
+
+
+@pytest.mark.parametrize("tail", [9999, None])
+def test_a_tail_is_at_most_the_whole_prompt(tail: int | None) -> None:
+    assert settings(tail=tail).tails.of("made", {}, "x" * 20, len).tokens == 20
+
+
 def test_layers_that_are_all_dense_are_refused() -> None:
     with pytest.raises(
         NoEffect, match=r"--dense-layers 3 leaves no layer of the whole context sparse: at most 2 may stay dense"

@@ -88,6 +88,19 @@ def test_at_budget_all_the_scores_are_hflms_to_the_digit_and_the_run_says_what_r
     assert results(tmp_path / "fewer")["config"]["sparseattn"]["total"]["rows_read"] > 0
 
 
+def test_a_tail_of_no_task_is_refused_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
+    tasks = saved_tasks(tmp_path / "tasks")
+    line = f"lm-eval --tasks made_answer --tail made_*=4,nothere_*=5 {SMALL}"
+    done = run(line, "--include_path", tasks, "--model_args", f"pretrained={model}", "--output_path", tmp_path / "out")
+    assert done.exit_code == 2, done.output
+    assert "--tail names nothere_*, and no task here is called so: there are made_answer" in " ".join(
+        done.output.split()
+    )
+    line = line.replace(",nothere_*=5", "")
+    done = run(line, "--include_path", tasks, "--model_args", f"pretrained={model}", "--output_path", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+
+
 def test_a_run_in_which_nothing_was_sparse_writes_no_score(model: Path, tmp_path: Path) -> None:
     tasks = saved_tasks(tmp_path / "tasks")
     done = run(

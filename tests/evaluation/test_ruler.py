@@ -22,7 +22,7 @@ from sparseattn.evaluation.ruler.sentences import Sentences
 from sparseattn.evaluation.ruler.tasks import CWE, ESSAYS, FWE, QA, TEMPLATES, VT, Material, examples
 from sparseattn.evaluation.ruler.templates import HIDDEN
 from sparseattn.evaluation.ruler.words import Names, WordLists
-from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.base import Example, byte_count
 from sparseattn.evaluation.tasks.run import ending, scored
 from sparseattn.traces import texts
 from tests.command import run
@@ -331,3 +331,11 @@ def test_what_cannot_be_run_is_a_sentence(
     done = run(f"eval --model reference --out out {options}")
     assert done.exit_code == 2, done.output
     assert sentence in " ".join(done.output.split())
+
+
+def test_an_example_that_no_length_holds_is_said(all_material: Material) -> None:
+    sentence = (
+        "no length holds a prompt of ruler/vt with this tokenizer: RULER shows an example of at most 500 tokens first"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        next(examples(VT, 8000, all_material, count=byte_count))

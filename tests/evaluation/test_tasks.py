@@ -384,6 +384,28 @@ def test_prompts_of_the_users_own_in_all_known_names(tmp_path: Path) -> None:
             {"prompt": "x" * 100, "answers": "a"},
             "line 1: a prompt is longer than its question of 100 characters, got 100",
         ),
+        (
+            {"context": ["a"], "question": "Q", "answers": "a"},
+            r"line 1: context is text that is not empty, got \['a'\]",
+        ),
+        ({"context": "C", "question": ["x"], "answers": "a"}, r"line 1: question is text .* got \['x'\]"),
+        (
+            {"prompt": "x" * 200, "context": "C", "question": "Q", "answers": "a"},
+            "line 1: a context comes with one question, got context, question and prompt",
+        ),
+        (
+            {"context": "C", "question": "Q", "input": "I", "answers": "a"},
+            "line 1: a context comes with one question, got context, question and input",
+        ),
+        (
+            {"prompt": "x" * 200, "question": "Q", "answers": "a"},
+            "line 1: a prompt without a context is one text, got prompt and question: name the long part context",
+        ),
+        ({"prompt": "x" * 200, "input": "Q", "answers": "a"}, "is one text, got prompt and input"),
+        (
+            {"context": "C", "question": "Q", "answers": ["a"], "answer": "b"},
+            "line 1: answers stand under one name, got others under answers than under answer",
+        ),
         ({"context": "C", "question": "Q", "answers": [None]}, r"line 1: answers are .* got \[None\]"),
         ({"context": "C", "question": "Q", "answers": float("nan")}, "line 1: answers are .* got nan"),
     ],
@@ -391,6 +413,15 @@ def test_prompts_of_the_users_own_in_all_known_names(tmp_path: Path) -> None:
 def test_unusable_lines_are_named(tmp_path: Path, record: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_prompts(write(tmp_path / "bad.jsonl", record))
+
+
+def test_fields_that_are_null_are_not_there(tmp_path: Path) -> None:
+    nothing = {"context": None, "question": None, "input": None, "answer": None}
+    two = {"prompt": None, "context": "C", "question": "Q?", "input": "", "answers": ["a"], "answer": "a"}
+    path = write(tmp_path / "mine.jsonl", {"prompt": "x" * 20 + "Who?", "answers": "a", **nothing}, two)
+    whole, parts = read_prompts(path, Setup(path, tail=4), "plain").examples
+    assert (whole.context, whole.question) == ("x" * 20, "Who?")
+    assert (parts.context, parts.question, parts.answers) == ("C", "\n\nQ?", ("a",))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from sparseattn.evaluation.harness.report import taken
 from sparseattn.evaluation.harness.server import NAME as SERVER
 from sparseattn.evaluation.harness.server import refuse_logprobs
 from sparseattn.evaluation.harness.settings import SparseSettings
-from sparseattn.evaluation.harness.tasks import asking_logprobs
+from sparseattn.evaluation.harness.tasks import asking_logprobs, leaves
 from sparseattn.models.load import folder_of
 from sparseattn.serving.metrics import address_of_metrics
 from sparseattn.utils.ranks import JobRanks, job_rank, of_job, of_model
@@ -75,7 +75,21 @@ def run(given: argparse.Namespace, settings: SparseSettings, sharing: bool = Fal
         given.use_cache = f"{given.use_cache}-{settings.digest({**given.model_args, 'pretrained': folder})}"
         spread_responses(given.use_cache, ranks, sharing)
     given.model_args = {**given.model_args, **settings.given(), **shared}
+    if any(pattern != "*" for pattern, _ in settings.tails.fixed):
+        _check_tails(given, settings)
     return _launched(given)
+
+
+def _check_tails(given: argparse.Namespace, settings: SparseSettings) -> None:
+    """ValueError for a task of `--tail` that is not asked."""
+    with _in_a_sentence():
+        config = EvaluatorConfig.from_cli(given)
+        manager = config.process_tasks(config.metadata)
+    names = list(dict.fromkeys(leaves(manager.task_index, config.tasks)))
+    if unused := settings.tails.unused(names):
+        raise ValueError(
+            f"--tail names {', '.join(unused)}, and no task here is called so: there are {', '.join(names)}"
+        )
 
 
 def _check_alone(ranks: JobRanks | None) -> None:

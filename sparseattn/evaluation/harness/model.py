@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseattn.core.activity import Activity, of_heads
-from sparseattn.core.no_effect import idle_budget, idle_layers, refuse
+from sparseattn.core.no_effect import NoEffect, idle_budget, idle_layers, refuse
 from sparseattn.evaluation.harness.forced import Forced, predicted
 from sparseattn.evaluation.harness.processes import gathered, in_order, joined
 from sparseattn.evaluation.harness.report import finished
@@ -37,6 +37,7 @@ from sparseattn.utils.devices import usable_device
 from sparseattn.utils.ranks import job_rank, job_size
 
 NAME = "sparseattn"
+FEWEST = 2  # rows of a prompt and its answer, of which a method can leave one out
 
 
 @register_model(NAME)
@@ -119,6 +120,11 @@ class SparseLM(HFLM):
                 more = request.args[1]
                 added = max(added, self._count(more) if isinstance(more, str) else self._generated(more))
         longest = min(max(map(self._count, texts)) + added, self.max_length)
+        if longest < FEWEST:
+            raise NoEffect(
+                f"the longest prompt of {task} has {longest:,} rows with its answer, of which no method can leave any "
+                f"out: leave {task} out"
+            )
         refuse(idle_budget(rows, longest, self.settings.sink, self.settings.window, f"the longest prompt of {task}"))
 
     def _generated(self, options: dict[str, Any]) -> int:

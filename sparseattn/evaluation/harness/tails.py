@@ -7,7 +7,7 @@ what stands behind the context; for other tasks it is a number of tokens.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class Tails:
         return cls(tuple(fixed))
 
     def of(self, task: str | None, doc: Any, prompt: str, count: Callable[[str], int]) -> PromptTail:
-        """Return the tail of a prompt.
+        """Return the tail of a prompt, at most all of it.
 
         Args:
             task: its name.
@@ -71,9 +71,16 @@ class Tails:
         """
         for pattern, tokens in self.fixed:
             if fnmatch.fnmatchcase(task or "", pattern):
-                return PromptTail(tokens, FIXED)
+                return PromptTail(min(tokens, max(count(prompt), 1)), FIXED)
         begin, rule = question_begins(doc, prompt)
-        return PromptTail(TOKENS, FIXED) if begin is None else PromptTail(max(count(prompt[begin:]), 1), rule)
+        if begin is None:
+            return PromptTail(min(TOKENS, max(count(prompt), 1)), FIXED)
+        return PromptTail(max(count(prompt[begin:]), 1), rule)
+
+    def unused(self, tasks: Iterable[str]) -> list[str]:
+        """Return the names that none of `tasks` has."""
+        names = list(tasks)
+        return [pattern for pattern, _ in self.fixed if not fnmatch.filter(names, pattern)]
 
     def __str__(self) -> str:
         return ",".join(str(n) if task == "*" else f"{task}={n}" for task, n in self.fixed) or "by document"

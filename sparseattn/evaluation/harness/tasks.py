@@ -36,6 +36,20 @@ def asking_logprobs(manager: Any, tasks: Sequence[str | dict[str, Any]]) -> list
     return list(dict.fromkeys(_asking(manager.task_index, tasks)))
 
 
+def leaves(index: Any, tasks: Sequence[Any]) -> Iterator[str]:
+    """Yield the names of the tasks that are asked, those of groups and tags in place of these; `index` is lm-eval's."""
+    for task in tasks:
+        entry = index.get(task) if isinstance(task, str) else None
+        config = task if isinstance(task, dict) else getattr(entry, "cfg", None) or {}
+        inner = config.get("task")
+        if isinstance(inner, list):
+            yield from leaves(index, inner)
+        elif entry is not None and entry.kind.name == "TAG":
+            yield from leaves(index, [name for name, other in index.items() if task in other.tags])
+        else:
+            yield str(inner or task)
+
+
 def _asking(index: Any, tasks: Sequence[Any]) -> Iterator[str]:
     for task in tasks:
         entry = index.get(task) if isinstance(task, str) else None

@@ -94,6 +94,7 @@ def _open(setup: Setup) -> Reader:
             {"data_set": name},
             lead=lead,
             limit=number(fields, "max_new_tokens"),
+            own_limit=True,
             one_line=False,
             chat=Chat(question, lead),
             reference=reference,

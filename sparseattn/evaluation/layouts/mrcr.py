@@ -37,6 +37,8 @@ def conversation(value: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _open(setup: Setup) -> Reader:
+    if setup.task is not None:
+        raise ValueError(f"it has no tasks: write --layout mrcr without {setup.task!r}")
     if not setup.chat:
         raise ValueError("its prompts are conversations: ask them with --chat, of a model with a chat template")
 

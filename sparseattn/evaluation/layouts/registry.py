@@ -57,6 +57,7 @@ class PromptFile:
         guessed: whether the layout was told from the fields.
         examples: one a line.
         left_out: lines that the benchmark leaves out.
+        skipped: JSON files of a folder that hold no prompt.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class PromptFile:
     guessed: bool
     examples: Sequence[Example]
     left_out: int = 0
+    skipped: Sequence[Path] = ()
 
 
 def layout_named(name: str) -> tuple[Layout, str | None]:
@@ -92,7 +94,8 @@ def read_prompts(path: Path, setup: Setup | None = None, layout: str | None = No
     """
     setup = replace(setup or Setup(path), path=path)
     known, task = (None, None) if layout is None else layout_named(layout)
-    every = list(lines(path))
+    skipped: list[Path] = []
+    every = list(lines(path, skipped))
     if not every:
         raise ValueError(f"{path} holds no prompt")
     used = known or _guessed(every)
@@ -114,7 +117,7 @@ def read_prompts(path: Path, setup: Setup | None = None, layout: str | None = No
     if not examples:
         raise ValueError(f"{path} holds no prompt of the layout {used.name}: it leaves all {len(every)} lines out")
     check_metrics({example.scoring for example in examples})
-    return PromptFile(path, used.name, known is None, examples, len(every) - len(examples))
+    return PromptFile(path, used.name, known is None, examples, len(every) - len(examples), skipped)
 
 
 def layout_of(line: Line) -> Layout:

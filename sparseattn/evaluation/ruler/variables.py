@@ -55,7 +55,11 @@ class Variables:
         return self._prompt(n, self._names(LETTERS), None)
 
     def _example(self, room: Room) -> RulerPrompt:
-        """Return the prompt of `EXAMPLE_TOKENS` tokens, its answer not counted, that is shown with its answer."""
+        """Return the prompt of `EXAMPLE_TOKENS` tokens, its answer not counted, that is shown with its answer.
+
+        Raises:
+            ValueError: the tokenizer makes more of the shortest.
+        """
         small = replace(room, length=EXAMPLE_TOKENS, answer=0)
 
         def draw(n: int, sample: int = 0) -> RulerPrompt:
@@ -63,7 +67,14 @@ class Variables:
 
         each = small.tokens(draw(SHORT_STEP)) / SHORT_STEP
         number = largest(draw, small, SHORT_STEP, int(small.most / each * 3))
-        return next(fitted(draw, small, number, SHORT_STEP, fewest=HOPS + 1))
+        try:
+            return next(fitted(draw, small, number, SHORT_STEP, fewest=HOPS + 1))
+        except ValueError:
+            raise ValueError(
+                f"no length holds a prompt of {room.task} with this tokenizer: RULER shows an example of at most "
+                f"{EXAMPLE_TOKENS} tokens first, and the shortest takes about {round(each * SHORT_STEP) + room.spare}: "
+                f"leave the task out, or use a model whose tokens are longer"
+            ) from None
 
     def _names(self, letters: int) -> list[str]:
         names = [self._letters(letters) for _ in range(HOPS + 1)]

@@ -43,6 +43,7 @@ class Example:
         others: where several values are asked for, those of the same kind in the context that are not.
         lead: the end of the question that begins the answer, such as "The pass key is".
         limit: tokens of an answer at most; None: nobody says.
+        own_limit: whether the line that it was read from says `limit`, and not its task.
         one_line: whether a response ends where a line with text does.
         chat: how it is put in a chat; None: a benchmark's prompt that is none; `OWN`: by `lead`.
         reference: what a benchmark's metric looks at besides the answers.
@@ -58,6 +59,7 @@ class Example:
     others: tuple[str, ...] = ()
     lead: str = ""
     limit: int | None = None
+    own_limit: bool = False
     one_line: bool = True
     chat: Chat | None = OWN
     reference: Mapping[str, Any] = field(default_factory=dict)

@@ -84,6 +84,11 @@ class Prompt:
         return f"a prompt of {self.facts['task']} ({', '.join(where)})"
 
     @property
+    def place(self) -> dict[str, Any]:
+        """The file and line that it was read from, which may change while the prompt stays the same; {}: no file."""
+        return {name: self.facts[name] for name in ("file", "line") if name in self.facts}
+
+    @property
     def tokens(self) -> int:
         """Of context and question."""
         return len(self.context) + len(self.question)
@@ -94,6 +99,8 @@ class Prompt:
         place: tuple[Any, ...] = (self.context, self.question, self.expected, self.example and self.example.answers)
         if self.example is not None and self.example.reference:
             place += (self.example.scoring, sorted(self.example.reference.items()))
+        if self.example is not None and self.example.own_limit:
+            place += ("limit", self.limit)
         return hashlib.sha256(repr(place).encode()).hexdigest()[:16]
 
     def protocols(self, wanted: Sequence[str]) -> Sequence[str]:

@@ -193,3 +193,109 @@ def test_no_key_or_token_of_the_environment_is_written(
     for path in written:
         assert secret.encode() not in path.read_bytes(), path
     assert secret not in done.output
+
+
+def test_kept_records_are_of_the_lines_that_are_there_now(model: Path, tmp_path: Path) -> None:
+    """Lines that have moved, or that differ in a field that is no part of the prompt, have their own fields in CSV."""
+    first = {**lines.KVPRESS, "context": LONG, "max_new_tokens": 2}
+    held = [{**first, "row": 0}, {**first, "row": 77}, {**first, "question": "Which lamp?", "row": 5}]
+    (tmp_path / "four").mkdir()
+    for number, order in enumerate(([0, 1, 2], [2, 1], [1, 2, 0])):
+        for old in tmp_path.glob("four/*.jsonl"):
+            old.unlink()
+        path = write(tmp_path / "four" / f"{number}.jsonl", *(held[place] for place in order))
+        done = evaluate(model, path, "--results", "kvpress")
+        assert done.exit_code == 0, done.output
+        assert len(records(path)) == 4, "two prompts, each by two methods"
+        folders = [
+            folder for folder in (tmp_path / "four" / "out" / "kvpress").iterdir() if f"__{number}__" in folder.name
+        ]
+        assert len(folders) == 2
+        for folder in folders:
+            with open(folder / "predictions.csv", newline="") as file:
+                shown = [int(row["row"]) for row in csv.DictReader(file)]
+            assert shown == [held[place]["row"] for place in order]
+
+
+def test_another_limit_in_the_file_is_measured_again(model: Path, tmp_path: Path) -> None:
+    line = {"context": LONG, "question": "Q?", "answers": "a"}
+    for number, limit in enumerate(({"max_new_tokens": 3}, {"max_new_tokens": 5}, {}, {"max_new_tokens": 3}), 1):
+        path = write(tmp_path / "own.jsonl", {**line, **limit})
+        assert evaluate(model, path).exit_code == 0
+        assert len(records(path)) == 2 * min(number, 3)
+    assert [one.get("limit") for one in records(path)] == [3, 3, 5, 5, None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--budget", 5000], "--budget 5000 has no effect: the longest prompt has 430 rows, of which --sink 2 and --"),
+        (["--budget", 16, "--window", 5000], "--window 5000 read all 430 rows of the longest prompt"),
+        (["--budget", "64,256,1024", "--window", 5000], "--window 5000 read all 430 rows of the longest prompt"),
+        (["--max-length", 1000, "--budget", 600], "a budget below 420 leaves some out"),
+    ],
+)
+def test_settings_that_leave_no_row_of_the_prompts_out(
+    options: list[object], sentence: str, model: Path, tmp_path: Path
+) -> None:
+    line = {"context": LONG[:-38], "question": "Q?", "answers": "a", "max_new_tokens": 64}
+    done = evaluate(model, write(tmp_path / "own.jsonl", line), *options)
+    assert done.exit_code == 2, done.output
+    assert sentence in said(done)
+    assert not (tmp_path / "out" / "eval.jsonl").exists()
+
+
+def test_results_among_the_prompts_are_refused(model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "d" / "own.jsonl", {"context": LONG, "question": "Q?", "answers": "a"})
+    done = run("eval", "--model", model, "--prompts", tmp_path / "d", "--out", tmp_path / "d" / "eval")
+    assert done.exit_code == 2, done.output
+    assert f"{tmp_path / 'd'}, all of whose files are read: name a folder outside" in said(done)
+    assert not (tmp_path / "d" / "eval").exists()
+
+
+def test_what_is_skipped_in_a_folder_is_said(model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "d" / "own.json", {"context": LONG, "question": "Q?", "answers": "a"})
+    (tmp_path / "d" / "info.json").write_text('{"features": {}}')
+    done = evaluate(model, tmp_path / "d", "--answer-tokens", 2)
+    assert done.exit_code == 0, done.output
+    assert "files without prompts are skipped: info.json" in said(done)
+    assert {one["file"] for one in records(tmp_path / "d")} == {"own.json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--samples 9 --lengths 64", "--lengths, --samples needs --task, and --prompts are asked as they are"),
+        ("--depths 0.1", "--depths needs --task, and --prompts are asked as they are"),
+        ("--seed 3 --filler alice", "--seed, --filler needs --task"),
+        ("--last 5", "--last needs --task agreement, and only that task takes it"),
+        ("--task agreement --text alice --depths 0.5", "--depths needs a --task with made-up questions"),
+        ("--templates .", "--templates is for benchmarks with a file of prompts, and plain has none"),
+        ("--demos none.jsonl", "--demos is for the layout helmet, and these prompts are of plain: leave it out"),
+        ("--tail 7", "--tail 7 has no effect: all prompts have a context and a question; leave it out"),
+        ("--layout plain:foo", "is of the layout plain: it has no tasks: write --layout plain without 'foo'"),
+    ],
+)
+def test_options_without_effect_on_prompts_are_refused(
+    options: str, sentence: str, model: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "own.jsonl", {"context": LONG, "question": "Q?", "answers": "a"})
+    done = evaluate(model, path, *options.split())
+    assert done.exit_code == 2, done.output
+    assert sentence in said(done)
+    assert not (tmp_path / "out" / "eval.jsonl").exists()
+
+
+def test_a_template_of_whole_prompts_is_refused(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "own.jsonl", {"prompt": LONG, "answers": "a"})
+    done = evaluate(model, path, "--template", "{context} {question}")
+    assert done.exit_code == 2, done.output
+    assert "--template has no effect: no prompt is in two parts, context and question; leave it out" in said(done)
+    assert evaluate(model, path, "--tail", 7, "--answer-tokens", 1).exit_code == 0
+
+
+@pytest.mark.parametrize("option", ["--max-length 300", "--scoring f1", "--tail 3", "--template {context}{question}"])
+def test_options_of_prompts_need_prompts(option: str, tmp_path: Path) -> None:
+    done = run(f"eval --model reference --task passkey --out {tmp_path / 'out'} {option}")
+    assert done.exit_code == 2, done.output
+    assert f"{option.split()[0]} needs --prompts: name a file" in said(done)

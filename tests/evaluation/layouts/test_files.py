@@ -105,7 +105,9 @@ def test_files_without_lines(name: str, words: str, sentence: str, tmp_path: Pat
 
 
 def test_an_empty_folder_and_no_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"is a folder without files that end with \.parquet, \.arrow, \.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"is a folder without files that end with \.parquet, \.arrow, \.jsonl, \.json$"
+    ):
         read(tmp_path)
     table = parquet(tmp_path / "t.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -118,3 +120,54 @@ def test_empty_columns_of_a_table_are_no_fields(tmp_path: Path) -> None:
     (tmp_path / "dataset2prompt.json").write_text(json.dumps(LONGBENCH_TEMPLATES))
     rows = [{**LONGBENCH, "options": None, "choice_A": ""}, {**LONGBENCH, "options": []}]
     assert len(read(parquet(tmp_path / "t.parquet", rows)).examples) == 2
+
+
+def test_json_in_a_folder_is_read_where_it_holds_prompts(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    write(folder / "1.json", ROWS[0])  # JSON Lines
+    (folder / "2.json").write_text(json.dumps(ROWS[1:2]))
+    (folder / "3.json").write_text(json.dumps({"data": ROWS[2:]}))
+    (folder / "dataset2prompt.json").write_text(json.dumps(LONGBENCH_TEMPLATES, indent=1))
+    (folder / "dataset_info.json").write_text('{"features": {}}')
+    (folder / "words.json").write_text('["a"]')
+    (folder / "empty.json").write_text("")
+    assert held(folder) == ROWS
+    names = ["dataset2prompt.json", "dataset_info.json", "empty.json", "words.json"]
+    assert [path.name for path in read(folder).skipped] == names
+    (folder / "4.json").write_text(json.dumps(ROWS)[:-9])
+    with pytest.raises(ValueError, match=r"4.json: it is not JSON at "):
+        read(folder)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "info.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"without files that end with .*, and .*info.json holds no prompt"):
+        read(alone)
+
+
+def test_an_object_of_data_may_stand_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"version": 1, "data": ROWS}))
+    assert held(path) == ROWS
+    path.write_text("7")
+    with pytest.raises(ValueError, match=r"one.json: a line is a JSON object, got int"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["l.jsonl", "l.json"])
+def test_a_mark_of_utf8_at_the_beginning_is_no_text(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, *ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert held(path) == ROWS
+
+
+def test_a_file_is_cut_off_only_where_its_last_line_would_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    for words in ('{"a": 1}\r{"b": 2}', '{"a": 1} x', "{a: 1}", "[1]"):
+        path.write_bytes(words.encode())
+        with pytest.raises(ValueError, match=r"l\.jsonl, line 1: ") as raised:
+            read(path)
+        assert "ends within" not in str(raised.value), words
+    for words in ('{"a": "x', '{"a": [1, ', '{"a"'):
+        path.write_text(words)
+        with pytest.raises(ValueError, match="the file ends within this line"):
+            read(path)

@@ -100,3 +100,9 @@ def test_the_ratio_is_of_rows_that_were_not_read() -> None:
     assert ratio_of({"method": "quest", "rows_share": 0.25}) == 0.75
     with pytest.raises(ValueError, match="needs the rows that were read, which a server does not say"):
         ratio_of({"method": "dense", "seconds": 1})
+
+
+def test_longbench2_with_numbers_and_gaps() -> None:
+    choices = {name: value for name, value in LONGBENCH2.items() if name not in PLAIN}
+    run = run_of("longbench-v2", ({**choices, **PLAIN, "length": 1234, "difficulty": None}, "The correct answer is A"))
+    assert metrics(run) == {"average": 1.0, "1234": 1.0}
