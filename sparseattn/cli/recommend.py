@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import typer
 from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.cli.report import write_report
 from sparseattn.cli.results import results_folder
-from sparseattn.recommend.exports import export_plan
+from sparseattn.recommend.exports import NoExportError, export_plan
 from sparseattn.roles.plan import Plan
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.utils.files import write_atomic
@@ -60,19 +59,21 @@ def run(options: RecommendOptions) -> None:
         result.plan.save(path)
         write_atomic(why, page(result).encode())
         drawn = write_report([options.out], options.out / "report.html")
-        written = [] if options.export is None else [_export(options, result.plan, path)]
         if options.json:
             typer.echo(json.dumps(result.plan.record()))
         else:
             say(result, path, why, drawn)
-            for line in itertools.chain(*written):
+        for line in [] if options.export is None else _export(options.export.value, result.plan, path):
+            if not options.json:
                 typer.echo(line)
 
 
-def _export(options: RecommendOptions, plan: Plan, path: Path) -> list[str]:
+def _export(to: str, plan: Plan, path: Path) -> list[str]:
     """Write the plan as another project's settings beside it, and return what to say of that."""
-    assert options.export is not None
-    exported = export_plan(plan, options.export.value)
-    target = path.with_suffix(f".{options.export.value}.json")
+    try:
+        exported = export_plan(plan, to)
+    except NoExportError as why:
+        raise NoExportError(f"{path} is written, but not for --export {to}: {why}") from None
+    target = path.with_suffix(f".{to}.json")
     write_atomic(target, (json.dumps(exported.settings, indent=1) + "\n").encode())
-    return [f"{options.export.value}: {target}", *(f"not the same there: {why}" for why in exported.differs)]
+    return [f"{to}: {target}", *(f"not the same there: {why}" for why in exported.differs)]

@@ -15,15 +15,13 @@ from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.core.budget import budget_label
 from sparseattn.cost_model.environment import machine
 from sparseattn.evaluation.tasks.tokens import Tokens
-from sparseattn.models.sparse_cache import restore
-from sparseattn.recommend.defaults import BUDGETS as DEFAULT_BUDGETS
+from sparseattn.models.sparse_cache import SINK, WINDOW, restore
+from sparseattn.recommend.defaults import DRAFT_METHODS
 from sparseattn.recommend.lossless import GAIN, DraftChoice, DraftTrial, chosen, measured
 from sparseattn.recommend.windows import windows
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen, table_screen
 from sparseattn.utils.files import write_atomic
-
-METHODS, BUDGETS = ("quest", "lowbit", "window"), (256, 1024)  # where none are named: each takes seconds a prompt
 
 
 def run(options: RecommendOptions) -> None:
@@ -41,8 +39,8 @@ def run(options: RecommendOptions) -> None:
     )
     prompts = [torch.tensor([window.prompt.context], device=model.device) for window in every]
     trial = DraftTrial(
-        options.selector or METHODS,
-        BUDGETS if options.budgets == DEFAULT_BUDGETS else options.budgets,
+        options.selector or DRAFT_METHODS,
+        options.budgets,
         options.draft_numbers,
         options.last,
         options.sink,
@@ -63,6 +61,9 @@ def run(options: RecommendOptions) -> None:
         "length": options.length,
         "windows": len(prompts),
         "tokens": options.last,
+        "sink": options.sink,
+        "window": options.window,
+        "chunk": options.chunk,
         "dtype": str(model.dtype).removeprefix("torch."),
         "chosen": best.record(),
         "choices": [choice.record() for choice in choices],
@@ -73,7 +74,7 @@ def run(options: RecommendOptions) -> None:
         typer.echo(json.dumps(record))
         return
     table_screen().print(_table(choices))
-    Screen().print(_sentence(best), soft_wrap=True)
+    Screen().print(_sentence(best, options.sink, options.window), soft_wrap=True)
 
 
 def _table(choices: Sequence[DraftChoice]) -> Table:
@@ -90,11 +91,15 @@ def _table(choices: Sequence[DraftChoice]) -> Table:
     return table
 
 
-def _sentence(best: DraftChoice) -> str:
+def _sentence(best: DraftChoice, sink: int, window: int) -> str:
     if not best.drafts:
         return f"No draft is {GAIN:g} times as fast as plain steps of full attention here: leave drafts out (draft=0)."
     once = ", choose_once=True" if best.choose_once else ""
+    zones = (("sink", sink, SINK), ("window", window, WINDOW))
+    unusual = {name: rows for name, rows, usual in zones if rows != usual}
+    settings = f", settings={json.dumps(unusual)}" if unusual else ""
     return (
-        f'Fastest: generate_lossless(model, ids, "{best.selector}", {best.budget!r}, draft={best.drafts}{once}), '
+        f'Fastest: generate_lossless(model, ids, "{best.selector}", {best.budget!r}, draft={best.drafts}{once}'
+        f"{settings}), "
         f"{best.to_plain:.2f} times as fast as plain steps of full attention"
     )

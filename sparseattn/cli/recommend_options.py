@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,9 @@ import typer
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
 from sparseattn.core.budget import Budget, budget_label
+from sparseattn.core.no_effect import idle_budget, refuse
 from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
-from sparseattn.recommend.defaults import BUDGETS, METHODS, SERVED
+from sparseattn.recommend.defaults import BUDGETS, DRAFT_BUDGETS, METHODS, SERVED
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from sparseattn.cost_model.machine import Machine
 
 KL = "kl"
+DRAFTS = "2,4,8"
+OF_PLANS = ("error", "measure", "machine", "context", "batch", "by", "held_out", "draws", "name", "plan")
 
 
 class By(str, Enum):
@@ -61,7 +64,8 @@ GROUPS = {  # of options, in help
 class RecommendOptions:
     """Choose a method and a budget for every layer of a model, and verify the result on held-out text.
 
-    You can interrupt the command at any time; the same command continues where it stopped.
+    You can interrupt the command at any time; the same command continues where it stopped. With --lossless it starts
+    again.
     """
 
     text: Annotated[
@@ -106,11 +110,13 @@ class RecommendOptions:
         ),
     ] = None
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Budgets to choose from, with commas: tokens besides sink and window, or shares of the context (5%)."
+            help="Budgets to choose from, with commas: tokens besides sink and window, or shares of the context (5%). "
+            f"Default: those of {','.join(map(budget_label, BUDGETS))} that are below half of --length; with "
+            f"--lossless {','.join(map(budget_label, DRAFT_BUDGETS))}."
         ),
-    ] = ",".join(map(budget_label, BUDGETS))
+    ] = None
     by: Annotated[
         By | None,
         typer.Option(
@@ -137,7 +143,7 @@ class RecommendOptions:
     ] = False
     drafts: Annotated[
         str, typer.Option(help="Numbers of tokens to draft before each check, with commas, for --lossless.")
-    ] = "2,4,8"
+    ] = DRAFTS
     length: Annotated[int, typer.Option(help="Tokens of each window, a piece of the text.")] = 4096
     last: Annotated[int, typer.Option(help="Number of tokens to decode, at the end of each window.")] = 32
     windows: Annotated[int, typer.Option(help="Number of windows to choose on.")] = 4
@@ -185,18 +191,46 @@ class RecommendOptions:
             raise ValueError("--budget takes tokens, shares or masses, got 'all': full attention is always a candidate")
         if self.vllm:
             self._check_for_vllm()
+        if not self.lossless and self.drafts != DRAFTS:
+            raise ValueError("--drafts needs --lossless")
         if self.lossless and self.vllm:
             raise ValueError("--lossless is for generate_lossless with transformers: leave --for vllm out")
         if self.export is not None and (self.by_head or self.lossless):
             raise ValueError("--export writes one method for all heads of a layer: give --by layer, without --lossless")
+        plans = [f.name for f in fields(self) if f.name in OF_PLANS and getattr(self, f.name) != f.default]
+        if self.lossless and plans:
+            raise ValueError(f"{shared.spelled(plans)} cannot be given with --lossless, which makes no plan")
         numbers = ("batch", "length", "last", "windows", "held_out", "draws", "chunk")
         values.check_positive(
             {"--context": self.context_rows, **{shared.spelled([name]): getattr(self, name) for name in numbers}}
         )
+        if self.length < self.last + 2:
+            raise ValueError(
+                f"--length {self.length} does not hold the --last {self.last} tokens to decode and 2 before them: "
+                f"give --length {self.last + 2} or more"
+            )
         if self.sink < 0 or self.window < 1:
             raise ValueError(f"--sink must be 0 or more and --window 1 or more, got {self.sink} and {self.window}")
+        if self.lossless:
+            _ = self.draft_numbers
+        self._check_effect()
         for name in ("bound", "profile", "place"):  # what cannot be had is refused before anything is made
             getattr(self, name)
+
+    def _check_effect(self) -> None:
+        """Refuse a sink and window that leave nothing to choose from, and a budget asked for that is too large."""
+        most = max((b for b in self.budgets if isinstance(b, int)), default=0)
+        if self.budget is not None and not self.lossless and most >= self.length / 2:
+            raise ValueError(
+                f"--budget {most} is half of --length {self.length} or more, at which a plan saves little: give "
+                f"budgets below {self.length / 2:g}, or a --length above {2 * most}"
+            )
+        refuse(*map(self._idle, self.budgets[:1] if self.budget is None else self.budgets))
+
+    def _idle(self, budget: Budget) -> str | None:
+        """Return why a budget has no effect at the first token that is decoded; None where it has."""
+        what = f"a window before its --last {self.last}"
+        return idle_budget(budget, self.length - self.last, self.sink, self.window, what)
 
     def _check_for_vllm(self) -> None:
         if self.by is By.head:
@@ -257,8 +291,12 @@ class RecommendOptions:
 
     @cached_property
     def budgets(self) -> tuple[Budget, ...]:
-        """The budgets to choose among, each once."""
-        return tuple(values.budgets(self.budget))
+        """The budgets to choose among, each once; of those for drafts, where none are given, what has an effect."""
+        if self.budget is not None:
+            return tuple(values.budgets(self.budget))
+        if self.lossless:
+            return tuple(budget for budget in DRAFT_BUDGETS if not self._idle(budget)) or DRAFT_BUDGETS[:1]
+        return BUDGETS
 
     @cached_property
     def place(self) -> torch.device:

@@ -19,6 +19,7 @@ from sparseattn.cli.inputs import open_model, open_texts
 from sparseattn.cli.progress import Stages, progress_bar
 from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.cli.recommend_plan import MADE, Configuration, keep, make_plan, mean, record_origin, settings_of
+from sparseattn.core.budget import Budget, budget_label
 from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.machine import Machine
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
@@ -32,7 +33,7 @@ from sparseattn.recommend.settling import settle
 from sparseattn.recommend.trials import Trials, TrialSettings, averaged
 from sparseattn.recommend.windows import TextWindow, windows
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.role import DENSE, Role, Share
+from sparseattn.roles.role import DENSE, WINDOW, Role, Share
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.utils.devices import quarter_of_memory
 from sparseattn.utils.ranks import JobRanks, in_turn
@@ -79,6 +80,8 @@ def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None)
     begun, stages = time.monotonic(), Stages()
     texts = open_texts(options.text)
     groups = candidates(options.methods, options.budgets, options.length, windows=not options.vllm)
+    if options.budget is not None and (not ranks or ranks.first):
+        _say_left_out(groups, options.budgets)
     dtype = shared.torch_dtype(options.dtype)
     stages.say(f"load {options.model}")
     model, tokenizer = open_model(options.model, dtype, options.place)
@@ -115,6 +118,16 @@ def search(options: RecommendOptions, path: Path, ranks: JobRanks | None = None)
         keep(records, plan)
         records.join()
     return Recommendation(plan, layers, chosen.choices, chosen.proposal, chosen.objective, chosen.rounds, options.vllm)
+
+
+def _say_left_out(groups: Sequence[Sequence[Role]], budgets: Sequence[Budget]) -> None:
+    """Say which methods cannot have a budget that was asked for, and why."""
+    for role in (group[0] for group in groups if group[0].method != WINDOW and group[0].selector.uses_budget):
+        for budget in budgets:
+            try:
+                Role(role.method, budget)
+            except ValueError as why:
+                say(f"{role.method} is tried without --budget {budget_label(budget)}: {why}")
 
 
 def _plan_or_instead(

@@ -19,7 +19,8 @@ def candidates(
     Args:
         methods: as `make_selector` reads them.
         budgets: rows beyond sink and window, or shares of the context.
-        context: rows of a window; a budget in rows of half of them or more is left out.
+        context: rows of a window; a budget in rows of half of them or more is left out, as is one that a method cannot
+            have.
         windows: whether the window may be larger than it is, by a budget.
 
     Raises:

@@ -27,3 +27,4 @@ SERVED = (
     "clse:bits=8",
 )  # of these, those that vLLM can
 BUDGETS: tuple[Budget, ...] = (32, 64, 96, 128, 192, 256, 512, 1024)  # rows
+DRAFT_METHODS, DRAFT_BUDGETS = ("quest", "lowbit", "window"), (256, 1024)  # of --lossless: each takes seconds a prompt

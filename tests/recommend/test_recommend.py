@@ -439,6 +439,18 @@ def test_a_plan_by_bytes_is_tried_where_no_prediction_is_faster_and_too_few_wind
     assert plan.made["instead"] in (tmp_path / "plan.md").read_text()
 
 
+def test_a_plan_that_cannot_be_exported_is_still_said(tmp_path: Path) -> None:
+    given = [*SHORT, "--windows", 1, "--held-out", 1, "--budget", "8,64", "--error", "70%", "--by", "layer"]
+    done = run(*given, "--export", "trtllm", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "Cost: " in done.stdout, "what was measured comes first"
+    said = " ".join(done.stderr.split())
+    assert f"{tmp_path / 'plan.json'} is written, but not for --export trtllm: TensorRT-LLM has" in said
+    assert "quest is tried without --budget 8: a budget of 8 rows is less than one span of quest" in said
+    assert "lowbit is tried without" not in said
+    assert (tmp_path / "plan.json").exists()
+
+
 def test_what_no_configuration_keeps_is_said(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("of an earlier run")
     done = run(*SHORT[:-4], "--selector", "random", "--error", "1e-14%", "--out", tmp_path)
@@ -484,6 +496,11 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
         (["--selector", "infinigen"], "'infinigen' goes by the query of the layer before"),
         (["--selector", "kascade:anchors=[0]"], "goes by the choice of another layer"),
         (["--windows", "0"], "--windows must be 1 or more"),
+        (["--last", "319"], "--length 320 does not hold the --last 319 tokens to decode and 2 before them"),
+        (["--sink", "600"], "--sink 600 and --window 64 read all 312 rows of a window before its --last 8"),
+        (["--sink", "200"], "--budget 64 has no effect: a window before its --last 8 has 312 rows"),
+        (["--budget", "32,160"], "--budget 160 is half of --length 320 or more"),
+        (["--drafts", "3"], "--drafts needs --lossless"),
         (["--length", "20000"], "positions, --length takes 20000"),
         (["--text", "bob"], "bob is neither a file nor one of the texts by name"),
     ],

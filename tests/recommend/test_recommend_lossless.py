@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from sparseattn.cli.recommend_lossless import _sentence
+from sparseattn.core.budget import budget_label
 from sparseattn.models.drafts.blocks import TimedTokens
 from sparseattn.models.drafts.stats import LosslessStats
+from sparseattn.recommend.defaults import BUDGETS
 from sparseattn.recommend.lossless import DraftChoice, _choice, chosen
 from tests.command import run
 
 LINE = "recommend --lossless --model reference --text alice --length 192 --last 4 --windows 2 --selector window"
+DEFAULTS = ",".join(map(budget_label, BUDGETS))
 PLAIN = DraftChoice("", None, 0, 20.0, 1.0, None)
 
 
@@ -43,6 +47,30 @@ def test_it_measures_each_way_and_says_which_is_fastest(tmp_path: Path) -> None:
     assert all(0 <= choice["acceptance"] <= 1 for choice in record["choices"] if choice["drafts"])
     named = "Fastest: generate_lossless" if record["chosen"]["drafts"] else "leave drafts out (draft=0)"
     assert named in result.output
+    assert [record[name] for name in ("sink", "window", "chunk")] == [4, 64, 2048]
+
+
+def test_the_call_that_is_named_has_the_sink_and_window_that_were_timed() -> None:
+    best = DraftChoice("quest", 32, 8, 20.0, 1.2, 0.9, choose_once=True)
+    call = 'generate_lossless(model, ids, "quest", 32, draft=8, choose_once=True'
+    assert f"{call})," in _sentence(best, 4, 64)
+    assert f'{call}, settings={{"sink": 100}}),' in _sentence(best, 100, 64)
+    assert f'{call}, settings={{"sink": 0, "window": 32}}),' in _sentence(best, 0, 32)
+
+
+@pytest.mark.parametrize(
+    ("words", "budgets"),
+    [("--length 4096", (256, 1024)), ("--length 512", (256,)), ("--budget " + DEFAULTS, BUDGETS)],
+)
+def test_a_list_of_budgets_that_is_given_is_kept(
+    words: str, budgets: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: object, tried: tuple[int, ...], *others: object) -> None:
+        raise ValueError(f"tried: {tried}")
+
+    monkeypatch.setattr("sparseattn.cli.recommend_lossless.DraftTrial", stop)
+    done = run("recommend --lossless --model reference --text alice --windows 1", *words.split(), "--out", tmp_path)
+    assert str(done.exception) == f"tried: {budgets}", done.output
 
 
 def test_two_drafts_of_a_method_that_chooses_are_also_tried_with_one_choice(tmp_path: Path) -> None:
@@ -68,12 +96,21 @@ def test_two_drafts_of_a_method_that_chooses_are_also_tried_with_one_choice(tmp_
     assert ways == sorted([("", 0, False), *quest, *others])
 
 
+def test_help_says_that_nothing_of_an_interrupted_run_is_kept() -> None:
+    assert "With --lossless it starts again." in " ".join(run("recommend --help").output.split())
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ("--drafts 0", "--drafts takes numbers from 1 to 16"),
         ("--drafts 17", "--drafts takes numbers from 1 to 16"),
         ("--for vllm", "--lossless is for generate_lossless with transformers"),
+        ("--sink 200", "--sink 200 and --window 64 read all 188 rows of a window before its --last 4"),
+        ("--budget 16,120", "--budget 120 has no effect: a window before its --last 4 has 188 rows"),
+        ("", "--budget 256 has no effect"),
+        ("--error 2%", "--error cannot be given with --lossless, which makes no plan"),
+        ("--held-out 3 --by layer", "--by, --held-out cannot be given with --lossless"),
     ],
 )
 def test_what_cannot_be_is_refused(words: str, sentence: str, tmp_path: Path) -> None:
