@@ -83,16 +83,18 @@ class CacheEdits:
             ValueError: `drop` is neither, or reaches into sealed rows, which never change: construct the cache with a
                 larger `rollback`.
         """
-        self.check_crop(drop)
-        self.stored.crop(input_checks.checked_drop(drop, self.batch))
+        self.stored.crop(self._dropped(drop))
         self.search.lookahead = None  # of a token that is gone
         self._shown.refresh()
 
     def check_crop(self, drop: int | Tensor) -> None:
         """Raise what `crop` would, and change nothing."""
+        self.stored.check_crop(self._dropped(drop))
+
+    def _dropped(self, drop: int | Tensor) -> list[int]:
         self.stored.require()
         input_checks.check_repeatable(self.stored.keys.full, "dropping rows")
-        self.stored.check_crop(input_checks.checked_drop(drop, self.batch))
+        return input_checks.checked_drop(drop, self.batch)
 
     def reorder(self, index: Tensor) -> None:
         """Let sequence b become what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.

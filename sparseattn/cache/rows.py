@@ -350,8 +350,8 @@ class StoredRows:
 
     def crop(self, gone: Sequence[int]) -> None:
         """Forgets the newest `gone` rows of each sequence; ValueError: see `check_crop`."""
-        self.check_crop(gone)
         zones, before = self.zones, self.zones.end
+        self.queries.require(gone, zones.count)
         first = zones.crop(gone)
         zones.next = [  # the next token takes the position of the first one dropped
             int(self.positions.full[b, place]) if rows else row

@@ -223,9 +223,14 @@ class RecommendOptions:
         if self.budget is not None and not self.lossless and most >= self.length / 2:
             raise ValueError(
                 f"--budget {most} is half of --length {self.length} or more, at which a plan saves little: give "
-                f"budgets below {self.length / 2:g}, or a --length above {2 * most}"
+                f"budgets below {-(-self.length // 2):,}, or a --length above {2 * most:,}"
             )
-        refuse(*map(self._idle, self.budgets[:1] if self.budget is None else self.budgets))
+        if self.budget is None:
+            if (why := self._idle(self.budgets[0])) is not None and why.startswith("--budget"):
+                why = f"the smallest default budget has no effect, give --length more or --budget less: {why}"
+            refuse(why)
+            return
+        refuse(*map(self._idle, self.budgets))
 
     def _idle(self, budget: Budget) -> str | None:
         """Return why a budget has no effect at the first token that is decoded; None where it has."""

@@ -194,12 +194,16 @@ class Lossless:
             if request.streamer is not None:
                 request.streamer.put(request.ids.cpu())
             loop.prefill(new, request.mask, positions, request.config.prefill_chunk_size)
-            loop.run()
-            loop.settle(request.columns, request.mask)
+            try:
+                loop.run()
+                loop.settle(request.columns, request.mask)
+            except BaseException:
+                loop.go_back()
+                raise
         finally:
             cache.sparse_from = before
             for layer, recorded in zip(cache.layers, past, strict=True):
-                if not recorded:  # windows keep what they need again, and no past
+                if not recorded and layer.record_past:  # windows keep what they need again, and no past
                     if layer.is_initialized:
                         layer.crop(0)
                     layer.record_past = False

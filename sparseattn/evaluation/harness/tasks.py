@@ -38,28 +38,28 @@ def asking_logprobs(manager: Any, tasks: Sequence[str | dict[str, Any]]) -> list
 
 def leaves(index: Any, tasks: Sequence[Any]) -> Iterator[str]:
     """Yield the names of the tasks that are asked, those of groups and tags in place of these; `index` is lm-eval's."""
-    for task in tasks:
-        entry = index.get(task) if isinstance(task, str) else None
-        config = task if isinstance(task, dict) else getattr(entry, "cfg", None) or {}
-        inner = config.get("task")
-        if isinstance(inner, list):
-            yield from leaves(index, inner)
-        elif entry is not None and entry.kind.name == "TAG":
-            yield from leaves(index, [name for name, other in index.items() if task in other.tags])
-        else:
-            yield str(inner or task)
+    for task, config in _asked(index, tasks):
+        yield str(config.get("task") or task)
 
 
 def _asking(index: Any, tasks: Sequence[Any]) -> Iterator[str]:
+    for task, config in _asked(index, tasks):
+        inner = config.get("task")
+        if config.get("class") is None and config.get("output_type", GENERATES) != GENERATES:
+            yield str(inner or task)
+        elif isinstance(task, dict) and isinstance(inner, str) and "output_type" not in config:
+            yield from _asking(index, [inner])
+
+
+def _asked(index: Any, tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each task that is asked and its configuration, those of groups and tags in place of these."""
     for task in tasks:
         entry = index.get(task) if isinstance(task, str) else None
         config = task if isinstance(task, dict) else getattr(entry, "cfg", None) or {}
         inner = config.get("task")
         if isinstance(inner, list):
-            yield from _asking(index, inner)
+            yield from _asked(index, inner)
         elif entry is not None and entry.kind.name == "TAG":
-            yield from _asking(index, [name for name, other in index.items() if task in other.tags])
-        elif config.get("class") is None and config.get("output_type", GENERATES) != GENERATES:
-            yield str(inner or task)
-        elif isinstance(task, dict) and isinstance(inner, str) and "output_type" not in config:
-            yield from _asking(index, [inner])
+            yield from _asked(index, [name for name, other in index.items() if task in other.tags])
+        else:
+            yield task, config

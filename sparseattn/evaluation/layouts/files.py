@@ -49,11 +49,16 @@ def lines(path: Path, skipped: list[Path] | None = None) -> Iterator[Line]:
 
 
 def _asks(path: Path) -> bool:
-    """Whether the first line of a JSON file holds something to ask. Raises ValueError for a file that is no JSON."""
+    """Whether the first line of a JSON file, of two lines or more or of a list, holds something to ask."""
     words = _text(path)
-    content = _json(path, words)
-    if content is None:
-        return any(name in line.fields for line in islice(_of_file(path), 1) for name in ASKS)
+    try:
+        content = _json(path, words)
+        if content is None and "\n" not in words.strip():  # an object alone is more often a configuration
+            return False
+        if content is None:
+            return any(name in line.fields for line in islice(_of_file(path), 1) for name in ASKS)
+    except ValueError:
+        return False
     listed = content.get("data") if isinstance(content, dict) else content
     first = listed[0] if isinstance(listed, list) and listed else None
     return isinstance(first, dict) and any(name in first for name in ASKS)

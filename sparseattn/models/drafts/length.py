@@ -15,6 +15,7 @@ FADE = 0.95  # what a round leaves of the weight of earlier ones, in the estimat
 WAIT, LONGEST_WAIT = 64, 1024  # dense steps before drafting is tried again: at first, and at most
 AGAIN = 48  # rounds of drafts between two dense steps, which show what these take now
 LEAST_SHARE = 0.15  # of a dense step's time: where attention takes less, no draft can pay
+LEAST_BYTES = 0.3  # of what a dense step reads, where its time by parts is not known
 
 
 class DraftLength(ABC):
@@ -82,8 +83,8 @@ class AutoLength(DraftLength):
     short, and so are later trials where few drafts were accepted. Where dense steps are better, drafting is tried again
     after some of them, each time after twice as many.
 
-    Where attention takes less than `LEAST_SHARE` of plain steps, as their clock says, nothing is drafted. On a GPU,
-    whose steps have no such clock, the share is that of the bytes.
+    Where attention takes less than `LEAST_SHARE` of plain steps, as their clock says, nothing is drafted. On a GPU the
+    host's clock does not say it, so attention is to read `LEAST_BYTES` of a step's bytes or more there.
 
     Args:
         share: of a token, what attention to the whole context reads over all that a dense step reads besides, per
@@ -102,9 +103,8 @@ class AutoLength(DraftLength):
 
     def next(self, context: int) -> int:
         """Return how many tokens to draft."""
-        share = self.share(context)
-        if share < LEAST_SHARE and (not self._plan or self._plan[0]):
-            self.reason = f"attention takes {share:.0%} of a plain step at {context:,} tokens, less than drafts need"
+        if (not self._plan or self._plan[0]) and (why := self._too_small(context)):
+            self.reason = f"attention {why} at {context:,} tokens, less than drafts need"
             return 0
         if self._plan:
             return self._plan[0]
@@ -150,9 +150,13 @@ class AutoLength(DraftLength):
         if drafts:
             self._draft.append(draft_seconds / drafts)
 
-    def share(self, context: int) -> float:
-        """Return what part of a plain step attention takes behind so many tokens: as measured, else as by bytes."""
-        return median(self._attention) if self._attention else 1 - 1 / (1 + self._share * context)
+    def _too_small(self, context: int) -> str:
+        """Return what part of a plain step attention is behind so many tokens, if that is too small; else ""."""
+        if self._attention:
+            taken = median(self._attention)
+            return f"takes {taken:.0%} of a plain step" if taken < LEAST_SHARE else ""
+        read = 1 - 1 / (1 + self._share * context)
+        return f"reads {read:.0%} of a plain step's bytes" if read < LEAST_BYTES else ""
 
     @property
     def acceptance(self) -> float:

@@ -58,7 +58,8 @@ class DraftLoop:
         # A layer with a sliding window counts columns: its sequences keep the same number of them.
         self.together = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
         self.at = torch.zeros(batch, dtype=torch.int64)  # position of the next token fed
-        self.sound = 0  # columns of the cache that hold full attention's rows of tokens that were told
+        # Columns of the cache that hold full attention's rows of tokens that were given out; None while rows are dropped.
+        self.sound: int | None = 0
 
     # -- a pass ------------------------------------------------------------------------------------------------------
 
@@ -128,11 +129,7 @@ class DraftLoop:
         """Generate until every sequence has stopped."""
         started = time.perf_counter()
         while not all(self.done):
-            try:
-                self.round()
-            except BaseException:
-                self.go_back()
-                raise
+            self.round()
         stats = self.stats
         measured = stats.draft_seconds + stats.verify_seconds + stats.dense_seconds
         stats.other_seconds = time.perf_counter() - started - measured
@@ -142,15 +139,15 @@ class DraftLoop:
     def round(self) -> None:
         """Draft, check, and go on by what was accepted and one more token."""
         active = [b for b, done in enumerate(self.done) if not done]
-        self.sound = self.cache._tokens()
-        count = self.length.next(self.sound)
+        self.sound = stored = self.cache._tokens()
+        count = self.length.next(stored)
         if self.most is not None:
             count = min(count, self.most - min(self.ends[b] for b in active) - 1)
         begun = self._now()
         drafts, proposed = self._draft(count)
         drafted, before = self._now(), self._attention()
         logits = self._verify(drafts)
-        self.sound += 1
+        self.sound = stored + 1
         scores = self.rules.scores(self.ids, self.ends, logits)
         accepted, tokens = self.rules.accept(drafts, proposed, scores)
         agreed = accepted.tolist()
@@ -159,6 +156,7 @@ class DraftLoop:
             agreed = [min(agreed[b] for b in active)] * len(agreed)
         fed = [self._fed(b, count + 1) for b in range(len(self.ends))]
         emitted = self._emit(tokens, [0 if done else n + 1 for done, n in zip(self.done, agreed, strict=True)], scores)
+        self.sound = None
         self._keep(fed, emitted, agreed, count + 1)
         self.sound = self.cache._tokens()
         stats = self.stats
@@ -172,16 +170,19 @@ class DraftLoop:
         else:
             stats.dense_seconds += checked - drafted
         accepted_by = [agreed[b] for b in active]
-        self.length.observe(
-            count, accepted_by, drafted - begun, checked - drafted, None if self.ids.is_cuda else attended
-        )
+        known = self.ids.device.type == "cpu"  # elsewhere the clock does not wait for attention
+        self.length.observe(count, accepted_by, drafted - begun, checked - drafted, attended if known else None)
 
     def go_back(self) -> None:
-        """Leave no row of a draft in the cache after a round that was cut short, by a streamer, an error or Ctrl-C.
+        """Leave no row of a draft in the cache after `run` was cut short, by a streamer, an error or Ctrl-C.
 
-        A cache that cannot go back is left empty: the next turn takes in its tokens anew.
+        A cache that cannot go back is left empty, and so is one of several sequences, which keep different numbers of a
+        round's tokens: the next turn takes in its tokens anew.
         """
         cache = self.cache
+        if self.sound is None or len(self.ends) > 1:
+            cache.reset()
+            return
         try:
             if not cache._passes.whole(cache.layers):
                 cache.crop(0)
@@ -191,7 +192,7 @@ class DraftLoop:
             cache.reset()
 
     def _attention(self) -> float:
-        """Return what dense attention of the sparse layers has taken so far, in seconds; on a GPU that says nothing."""
+        """Return what dense attention of the sparse layers has taken so far, in seconds of the host."""
         return sum(layer.dense_seconds for layer in self.cache.sparse_layers.values())
 
     def _now(self) -> float:
@@ -231,7 +232,9 @@ class DraftLoop:
                     proposed.append(probabilities)
         finally:
             self._keep_choices(False)
+        stored, self.sound = self.sound, None
         self.cache.crop(-count)
+        self.sound = stored
         return drafts, proposed
 
     def each_chose(self) -> bool:

@@ -38,7 +38,7 @@ class FastGen(Summed):
         frequent: share of the prompt for the rows with the largest sums; 0.3 in the paper.
         local: share of the prompt for the newest rows; 0.3 in the paper.
 
-    A budget is a limit: a head whose policy holds more keeps the best of it: its newest rows come first, then the first
+    A budget is a limit: a head whose policy holds more keeps the best of it. Its newest rows come first, then the first
     tokens, the earliest before the others, then the largest sums. With none, memory follows the heads, as in
     the paper.
 

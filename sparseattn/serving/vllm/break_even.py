@@ -40,8 +40,8 @@ def measured(builder: Any) -> Settings:
     timed, of = remembered(what), "measured at an earlier start"
     if timed is None:
         least = (
-            settings.sink
-            + settings.window
+            builder.zones.sink
+            + builder.zones.window
             + builder.zones.unit
             + max(impl.pages * impl.page for impl in builder.sparse)
         )

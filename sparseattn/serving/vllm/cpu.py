@@ -135,10 +135,11 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             ValueError: see `plan`; then nothing has changed.
         """
         why = self.plan(settings)
+        if settings is not None:
+            per_request.of_process()  # not first within a step
         self._share(settings, why)
         if settings is None or not self.sparse:
             return
-        per_request.of_process()  # not first within a step
         try:
             self._fit(settings)
             if self.loaded is not None and self._running() is None:
