@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from sparseattn.utils.json_text import parse
 TABLES = (".parquet", ".arrow")
 TEXTS = (".jsonl", ".json")
 ASKS = ("context", "prompt", "input", "question", "query")  # a line of every layout has one of them
+ANSWERS = ("answer", "answers", "outputs", "output", "target")
 BOM = "\ufeff"  # with which some programs begin a file of UTF-8
 
 
@@ -49,15 +49,16 @@ def lines(path: Path, skipped: list[Path] | None = None) -> Iterator[Line]:
 
 
 def _asks(path: Path) -> bool:
-    """Whether the first line of a JSON file, of two lines or more or of a list, holds something to ask."""
+    """Whether the first line of a JSON file holds something to ask."""
     words = _text(path)
     try:
         content = _json(path, words)
-        if content is None and "\n" not in words.strip():  # an object alone is more often a configuration
-            return False
         if content is None:
-            return any(name in line.fields for line in islice(_of_file(path), 1) for name in ASKS)
-    except ValueError:
+            first_line = next(iter(_of_file(path))).fields
+            # An object alone is more often a configuration.
+            is_line = "\n" in words.strip() or any(name in first_line for name in ANSWERS)
+            return is_line and any(name in first_line for name in ASKS)
+    except (ValueError, StopIteration):
         return False
     listed = content.get("data") if isinstance(content, dict) else content
     first = listed[0] if isinstance(listed, list) and listed else None

@@ -58,7 +58,7 @@ class DraftLoop:
         # A layer with a sliding window counts columns: its sequences keep the same number of them.
         self.together = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
         self.at = torch.zeros(batch, dtype=torch.int64)  # position of the next token fed
-        # Columns of the cache that hold full attention's rows of tokens that were given out; None while rows are dropped.
+        # Columns of the cache that hold full attention's rows of tokens given out; None while rows are dropped.
         self.sound: int | None = 0
 
     # -- a pass ------------------------------------------------------------------------------------------------------
