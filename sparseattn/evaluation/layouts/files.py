@@ -49,17 +49,14 @@ def lines(path: Path, skipped: list[Path] | None = None) -> Iterator[Line]:
 
 
 def _asks(path: Path) -> bool:
-    """Whether the first line of a JSON file holds something to ask."""
+    """Whether the first line of a JSON file holds something to ask. Raises ValueError for a file that is no JSON."""
     words = _text(path)
-    try:
-        content = _json(path, words)
-        if content is None:
-            first_line = next(iter(_of_file(path))).fields
-            # An object alone is more often a configuration.
-            is_line = "\n" in words.strip() or any(name in first_line for name in ANSWERS)
-            return is_line and any(name in first_line for name in ASKS)
-    except (ValueError, StopIteration):
-        return False
+    content = _json(path, words)
+    if content is None:
+        line = next(_of_file(path), None)
+        # An object alone is more often a configuration.
+        is_line = line is not None and ("\n" in words.strip() or any(name in line.fields for name in ANSWERS))
+        return line is not None and is_line and any(name in line.fields for name in ASKS)
     listed = content.get("data") if isinstance(content, dict) else content
     first = listed[0] if isinstance(listed, list) and listed else None
     return isinstance(first, dict) and any(name in first for name in ASKS)
