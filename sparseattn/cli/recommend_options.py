@@ -227,7 +227,7 @@ class RecommendOptions:
             )
         if self.budget is None:
             if (why := self._idle(self.budgets[0])) is not None and why.startswith("--budget"):
-                why = f"the smallest default budget has no effect, give --length more or --budget less: {why}"
+                why = f"give a larger --length, or a --budget below the default ones: {why}"
             refuse(why)
             return
         refuse(*map(self._idle, self.budgets))

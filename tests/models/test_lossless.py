@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 from sparseattn.cache.search import Search  # noqa: E402
 from sparseattn.models import sparse_layer  # noqa: E402
 from sparseattn.models.cache_argument import cache_argument  # noqa: E402
-from sparseattn.models.drafts.length import AutoLength  # noqa: E402
+from sparseattn.models.drafts.length import AutoLength, Round  # noqa: E402
 from sparseattn.models.drafts.rejection import accept_sampled  # noqa: E402
 from sparseattn.models.errors import ModelError  # noqa: E402
 from sparseattn.models.load import encode, load_model  # noqa: E402
@@ -342,7 +342,7 @@ def _choices(length: AutoLength, rounds: int, accepted: Callable[[int], int], dr
     for _ in range(rounds):
         count = length.next(10_000)
         chosen.append(count)
-        length.observe(count, [accepted(count)], draft * count, 1 + tokens * count)
+        length.observe(Round(count, [accepted(count)], draft * count, 1 + tokens * count))
     return chosen
 
 
@@ -371,13 +371,13 @@ def test_auto_goes_by_the_seconds_of_attention() -> None:
     for step in range(40):
         count = length.next(10_000)
         chosen.append(count)
-        length.observe(count, [count], 0.1 * count, 1.0, 0.1 if step < 20 else 0.5)
+        length.observe(Round(count, [count], 0.1 * count, 1.0, 0.1 if step < 20 else 0.5))
     assert chosen[:20] == [0] * 20
     assert chosen[-1] == 8
     assert [count for count in chosen if count][:2] == [2, 4]
     heavy = AutoLength(1.0)
     for _ in range(5):
-        heavy.observe(heavy.next(10_000), [0], 0.1, 1.0, 0.1)
+        heavy.observe(Round(heavy.next(10_000), [0], 0.1, 1.0, 0.1))
     assert heavy.next(10_000) == 0
     assert "attention takes 10% of a plain step" in heavy.reason
 
@@ -387,7 +387,7 @@ def test_auto_begins_to_draft_in_the_middle_of_a_generation() -> None:
     length, chosen = AutoLength(1e-4), []
     for context in range(3_000, 6_000, 50):
         chosen.append(length.next(context))
-        length.observe(chosen[-1], [chosen[-1]], 0.1 * chosen[-1], 1.0)
+        length.observe(Round(chosen[-1], [chosen[-1]], 0.1 * chosen[-1], 1.0))
     assert chosen[:20] == [0] * 20
     assert chosen[-1] == 8
 

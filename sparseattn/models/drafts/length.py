@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # drafts that "auto" chooses among
@@ -16,6 +17,25 @@ WAIT, LONGEST_WAIT = 64, 1024  # dense steps before drafting is tried again: at 
 AGAIN = 48  # rounds of drafts between two dense steps, which show what these take now
 LEAST_SHARE = 0.15  # of a dense step's time: where attention takes less, no draft can pay
 LEAST_BYTES = 0.3  # of what a dense step reads, where its time by parts is not known
+
+
+@dataclass(frozen=True)
+class Round:
+    """What came of drafts and their check, or of a plain step.
+
+    Args:
+        drafts: how many; 0 of a plain step.
+        accepted: how many of them each sequence accepted.
+        draft_seconds: of drafting.
+        verify_seconds: of checking, or of the plain step.
+        attention_seconds: of `verify_seconds`, what attention took; None: not known.
+    """
+
+    drafts: int
+    accepted: Sequence[int]
+    draft_seconds: float
+    verify_seconds: float
+    attention_seconds: float | None = None
 
 
 class DraftLength(ABC):
@@ -32,23 +52,8 @@ class DraftLength(ABC):
         """Return how many tokens to draft behind so many; 0: a plain dense step."""
 
     @abstractmethod
-    def observe(
-        self,
-        drafts: int,
-        accepted: Sequence[int],
-        draft_seconds: float,
-        verify_seconds: float,
-        attention_seconds: float | None = None,
-    ) -> None:
-        """Note a round.
-
-        Args:
-            drafts: how many.
-            accepted: how many of them each sequence accepted.
-            draft_seconds: of drafting.
-            verify_seconds: of checking; without drafts of the plain step.
-            attention_seconds: of `verify_seconds`, what attention took; None: not known.
-        """
+    def observe(self, came: Round) -> None:
+        """Note what came of a round."""
 
 
 class FixedLength(DraftLength):
@@ -62,14 +67,7 @@ class FixedLength(DraftLength):
         """Return the number."""
         return self.drafts
 
-    def observe(
-        self,
-        drafts: int,
-        accepted: Sequence[int],
-        draft_seconds: float,
-        verify_seconds: float,
-        attention_seconds: float | None = None,
-    ) -> None:
+    def observe(self, came: Round) -> None:
         """Learn nothing."""
 
 
@@ -124,15 +122,9 @@ class AutoLength(DraftLength):
         self._waited += 1
         return 0
 
-    def observe(
-        self,
-        drafts: int,
-        accepted: Sequence[int],
-        draft_seconds: float,
-        verify_seconds: float,
-        attention_seconds: float | None = None,
-    ) -> None:
-        """Note a round."""
+    def observe(self, came: Round) -> None:
+        """Note what came of a round."""
+        drafts, accepted, seconds = came.drafts, came.accepted, came.verify_seconds
         if self._plan and bool(self._plan[0]) == bool(drafts):  # a plain step in place of drafts measures none
             self._plan.pop(0)
         if drafts:
@@ -144,11 +136,11 @@ class AutoLength(DraftLength):
             if drafts and self.acceptance <= FEW:
                 self._plan = [FIRST]
             return
-        self._verify.setdefault(drafts, deque(maxlen=5)).append(verify_seconds)
-        if not drafts and attention_seconds is not None:
-            self._attention.append(attention_seconds / verify_seconds)
+        self._verify.setdefault(drafts, deque(maxlen=5)).append(seconds)
+        if not drafts and came.attention_seconds is not None:
+            self._attention.append(came.attention_seconds / seconds)
         if drafts:
-            self._draft.append(draft_seconds / drafts)
+            self._draft.append(came.draft_seconds / drafts)
 
     def _too_small(self, context: int) -> str:
         """Return what part of a plain step attention is behind so many tokens, if that is too small; else ""."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.drafts.columns import keep_first, lay_out
-from sparseattn.models.drafts.length import DraftLength
+from sparseattn.models.drafts.length import DraftLength, Round
 from sparseattn.models.drafts.rules import Rules, near
 from sparseattn.models.drafts.stats import LosslessStats
 
@@ -171,7 +171,8 @@ class DraftLoop:
             stats.dense_seconds += checked - drafted
         accepted_by = [agreed[b] for b in active]
         known = self.ids.device.type == "cpu"  # elsewhere the clock does not wait for attention
-        self.length.observe(count, accepted_by, drafted - begun, checked - drafted, attended if known else None)
+        came = Round(count, accepted_by, drafted - begun, checked - drafted, attended if known else None)
+        self.length.observe(came)
 
     def go_back(self) -> None:
         """Leave no row of a draft in the cache after `run` was cut short, by a streamer, an error or Ctrl-C.

@@ -11,7 +11,7 @@ from sparseattn.models.diagnosis import diagnosed
 from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.serving.vllm.cuda_step import reads
-from sparseattn.serving.vllm.page_tables import engine_zones
+from sparseattn.serving.vllm.page_tables import PageZones
 from sparseattn.serving.vllm.settings import Settings
 
 
@@ -44,8 +44,8 @@ def diagnosed_for_vllm(whole: SparseCache, settings: Settings, length: int) -> l
 def _sparse(index: int, settings: Settings, length: int) -> LayerDiagnosis:
     made, pages = settings.make(index), settings.pages(index)
     page, unit = settings.shape
-    zones = engine_zones(settings, page, unit, unit, length)
-    first = zones.first * unit + zones.window + unit * (pages * page // unit + 1)  # rows with an entry too many
+    zones = PageZones(page, unit, unit, settings.sink, settings.window)
+    first = zones.first * unit + settings.window + unit * (pages * page // unit + 1)  # rows with an entry too many
     read = length if length <= settings.above else reads(zones, torch.tensor([length]), pages)
     budget = str(pages * page) if isinstance(made, PageSelector) else None
     return LayerDiagnosis(index, made.label(), budget, max(first, settings.above + 1), read, length)
