@@ -103,6 +103,15 @@ def test_axe_finds_nothing(width: int, theme: str, opened: Callable[..., Any]) -
     assert wrong == []
 
 
+def test_a_menu_with_nothing_to_show_is_no_region_that_scrolls(opened: Callable[..., Any]) -> None:
+    """Keys cannot reach an empty one, which axe reports while its height is set."""
+    found = {}
+    for name in ("lab/log/index", "use/choosing"):
+        found[name] = opened(name).evaluate("""() => [...document.querySelectorAll(".md-sidebar__scrollwrap")].map(
+            (menu) => getComputedStyle(menu).overflowY)""")
+    assert found == {"lab/log/index": ["visible", "visible"], "use/choosing": ["auto", "auto"]}
+
+
 def test_the_search_finds_a_method_from_the_disk(opened: Callable[..., Any]) -> None:
     page = opened("reference/api/index")
     page.keyboard.press("s")
