@@ -42,14 +42,14 @@ def test_code_for_other_processors_has_no_pairs(monkeypatch: pytest.MonkeyPatch)
 def test_products_are_as_dtype_size_and_queries_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     products_for = cpu_many.products_for.__wrapped__
     monkeypatch.setattr(cpu_many, "pairs", lambda: True)
-    for tiles, few, many in ((True, BY_ROWS, BY_TILES), (False, BY_PAIRS, BY_PAIRS)):
+    for tiles, by in ((True, BY_TILES), (False, BY_PAIRS)):
         monkeypatch.setattr(cpu_many, "tiles", lambda tiles=tiles: tiles)
-        assert products_for(6, torch.bfloat16, 128) == few
-        assert products_for(8, torch.bfloat16, 128) == many
+        assert products_for(5, torch.bfloat16, 128) == by
+        assert products_for(3, torch.bfloat16, 64) == by
         assert products_for(4, torch.bfloat16, 128) == BY_ROWS
+        assert products_for(2, torch.bfloat16, 64) == BY_ROWS
         assert products_for(16, torch.float32, 128) == BY_ROWS
         assert products_for(16, torch.bfloat16, 96) == BY_ROWS
-    assert products_for(3, torch.bfloat16, 64) == BY_PAIRS
     monkeypatch.setattr(cpu_many, "pairs", lambda: False)
     assert products_for(16, torch.bfloat16, 128) == BY_ROWS
 

@@ -23,9 +23,8 @@ from sparseattn.kernels.numba_softmax import exponentials, peak_of
 from sparseattn.kernels.numba_tiles import CHANNELS, PAIR, TILE_QUERIES, TILE_ROWS, TILE_SHAPES, shaped, tiles
 
 BY_ROWS, BY_TILES, BY_PAIRS = 0, 1, 2  # how products are made; by rows: one row with one query, see `cpu_softmax`
-FEWEST_FOR_TILES = 8  # queries from which on tiles pay: 14 ms, by rows 20; 4 take 14 and 15 (the log, 2026-11-28)
-FEWEST_FOR_PAIRS = 5  # 12 queries take 9 ms, by rows 16; 4 take 8 and 8 (the log, 2026-11-29)
-FEWEST_OF_FEW_CHANNELS = 3  # from which on pairs pay where a row has 64 channels: 6 ms, by rows 8
+FEWEST = 5  # queries from which on either pays: 12 take 9 ms, by rows 16; 4 take 8 and 8 (the log, 2026-11-29)
+FEWEST_OF_FEW_CHANNELS = 3  # where a row has 64 channels: 6 ms, by rows 8; by tiles 11 and 14
 
 
 @functools.cache  # each layer asks at every step
@@ -33,10 +32,11 @@ def products_for(share: int, dtype: torch.dtype, size: int) -> int:
     """Return how rows of a dtype and size are multiplied here with `share` queries of a KV head."""
     if dtype != torch.bfloat16 or size % CHANNELS:
         return BY_ROWS
+    if share < (FEWEST_OF_FEW_CHANNELS if size == CHANNELS else FEWEST):
+        return BY_ROWS
     if tiles():
-        return BY_TILES if share >= FEWEST_FOR_TILES else BY_ROWS
-    fewest = FEWEST_OF_FEW_CHANNELS if size == CHANNELS else FEWEST_FOR_PAIRS
-    return BY_PAIRS if share >= fewest and pairs() else BY_ROWS
+        return BY_TILES
+    return BY_PAIRS if pairs() else BY_ROWS
 
 
 @njit
