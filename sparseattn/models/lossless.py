@@ -23,6 +23,7 @@ from sparseattn.models.drafts.checks import check_cache, check_processors, check
 from sparseattn.models.drafts.length import AutoLength, DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
 from sparseattn.models.drafts.rules import Rules
+from sparseattn.models.drafts.shared_clock import SharedLength, groups_of
 from sparseattn.models.drafts.stats import LosslessStats
 from sparseattn.models.sparse_cache import Method, PerLayer, SparseCache
 from sparseattn.models.transformers_classes import DynamicCache
@@ -215,8 +216,11 @@ class Lossless:
         return auto_length(cache, batch) if self.draft == "auto" else FixedLength(int(self.draft))
 
 
-def auto_length(cache: SparseCache, batch: int) -> AutoLength:
-    """Return what chooses the number of drafts for `batch` sequences in a cache, by its model's sizes and the clock."""
+def auto_length(cache: SparseCache, batch: int) -> DraftLength:
+    """Return what chooses the number of drafts for `batch` sequences in a cache, by its model's sizes and the clock.
+
+    Of processes that generate together, all choose the same.
+    """
     model = cache.model
     weights = sum(part.nbytes for part in model.parameters())
     rows = sum(
@@ -224,7 +228,8 @@ def auto_length(cache: SparseCache, batch: int) -> AutoLength:
         for index, what in cache.prepared.layers.items()
         if index in cache.sparse_layers
     )
-    return AutoLength(batch * rows / weights)
+    length, groups = AutoLength(batch * rows / weights), groups_of(cache)
+    return SharedLength(length, groups, model.device) if groups else length
 
 
 def generate_lossless(

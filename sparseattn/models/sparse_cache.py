@@ -146,6 +146,7 @@ class SparseCache(EditedCache):
         self.model = model
         self.selector = SELECTOR if selector is None else selector
         self.budget, self.sparse_from = budget, sparse_from
+        self.ranks = Ranks.of(context_group)
         self._settings: dict[str, Any] = {
             "sink": sink,
             "window": window,
@@ -154,7 +155,7 @@ class SparseCache(EditedCache):
             "sealed_device": sealed_device,
             "indexes": indexes,
             "rows": rows,
-            "group": Ranks.of(context_group),
+            "group": self.ranks,
             "check": check,
         }
         self._seal = seal

@@ -22,6 +22,14 @@ from sparseattn.selectors.base import Selector
 Counted = TypeVar("Counted")
 
 
+def mesh_of(model: Any) -> Any:
+    """Return the mesh of the processes that share a model's layers, of one dimension; None: it is in one process."""
+    mesh = getattr(model, "_device_mesh", None)
+    if int(getattr(model, "_tp_size", None) or 1) == 1 or mesh is None:
+        return None
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
 @dataclass(frozen=True)
 class HeadShare:
     """Which heads of every layer this process has: the `rank`-th of `size` equal parts.
@@ -43,19 +51,19 @@ class HeadShare:
         Raises:
             ModelError: heads that are not shared evenly.
         """
-        size, mesh = int(getattr(model, "_tp_size", None) or 1), getattr(model, "_device_mesh", None)
-        if size == 1 or mesh is None:
+        mesh = mesh_of(model)
+        if mesh is None:
             return cls()
         config = model.config.get_text_config(decoder=True)
         every = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         if heads == every:  # a plan that leaves attention whole in each process
             return cls()
+        size = int(model._tp_size)
         if heads * size != every:
             raise ModelError(
                 f"{name_of(model)} has {every} KV heads, and {heads} of them are in this one of {size} processes: "
                 f"sparse attention needs the same number in each, so start as many processes as divide {every}"
             )
-        mesh = mesh["tp"] if mesh.ndim > 1 else mesh
         return cls(mesh.get_local_rank(), size, mesh.get_group())
 
     def every(self, heads: int) -> int:

@@ -145,6 +145,42 @@ def generated(name: str, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def drafted(name: str, ranks: Ranks) -> dict[str, Any]:
+    """Drafts of a tiny model, with a choice each and with one a round: as one process's, which are full attention's."""
+    from sparseattn.models.lossless import generate_lossless
+    from sparseattn.models.sparse_cache import SparseCache
+    from tests.models.tiny import padded, small
+
+    found: dict[str, Any] = {}
+    for how, options in {
+        "each": {"draft": 3},
+        "once": {"draft": 3, "choose_once": True},
+        "auto": {"draft": "auto"},
+    }.items():
+        model, inputs = small("llama"), padded()
+        asked = {"attention_mask": inputs["attention_mask"], "max_new_tokens": 40, "do_sample": False}
+        expected = model.generate(**{**inputs, **asked})
+        with SparseCache(model, name, 16, sink=2, window=4, seal=None, context_group=ranks) as cache:
+            out = generate_lossless(model, inputs["input_ids"], cache=cache, **options, **asked)
+            found[how] = bool(torch.equal(out.sequences, expected))
+            found[f"{how} rounds"] = out.stats.rounds
+    return found
+
+
+def clocks(ranks: Ranks) -> list[int]:
+    """How many tokens this process drafts, whose clock says what that of no other does."""
+    from sparseattn.models.drafts.length import AutoLength, Round
+    from sparseattn.models.drafts.shared_clock import SharedLength
+
+    length = SharedLength(AutoLength(1.0), [ranks.group], torch.device("cpu"))
+    chosen = []
+    for _ in range(20):
+        drafts = length.next(1000)
+        length.observe(Round(drafts, [drafts], 0.02 * drafts * (1 + 20 * ranks.rank), 0.5 + ranks.rank, 0.4))
+        chosen.append(drafts)
+    return chosen
+
+
 def lives(names: dict[str, list[str]], size: int) -> Iterator[tuple[str, Any]]:
     """What this process found, in every group of the first W ranks that it is of."""
     for ranks in range(1, size + 1):
@@ -159,8 +195,10 @@ def lives(names: dict[str, list[str]], size: int) -> Iterator[tuple[str, Any]]:
             yield f"union {name} {ranks}", union(name, Ranks(group))
         for name in names.get("generate", []):
             yield f"generate {name} {ranks}", generated(name, Ranks(group))
+            yield f"drafts {name} {ranks}", drafted(name, Ranks(group))
         if ranks > 1:
             yield f"refused {ranks}", refused(Ranks(group))
+            yield f"clocks {ranks}", {"chosen": clocks(Ranks(group))}
 
 
 if __name__ == "__main__":

@@ -51,6 +51,14 @@ def check(lives: dict[str, list[Any]]) -> None:
                 assert "window is [4, " in own["window"], own
                 assert "rows is [77, " in own["lengths"], own
                 continue
+            if kind == "clocks":
+                assert own == of_ranks[0], "what goes by the clock goes by the slowest's"
+                assert max(own["chosen"]) > 0
+                continue
+            if kind == "drafts":
+                assert own == of_ranks[0]
+                assert all(own[how] for how in ("each", "once", "auto")), (name, own)
+                continue
             if kind == "generate":
                 assert all(own[how] for how in ("whole", "chunks", "lookup")), (name, own)
                 continue

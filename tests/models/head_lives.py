@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from sparseattn.models.drafts.shared_clock import groups_of
 from sparseattn.models.errors import ModelError
 from sparseattn.models.load import load_model
+from sparseattn.models.lossless import generate_lossless
 from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.models.tensor_parallel import HeadShare
 from sparseattn.roles.fingerprint import fingerprint
@@ -41,6 +43,18 @@ def compared(models: list[Any], given: dict[str, Any], way: str) -> dict[str, An
     }
 
 
+def drafted(models: list[Any]) -> dict[str, Any]:
+    """Tokens that the whole model generates losslessly, and the shared one; and its groups of processes."""
+    inputs, said = padded(), []
+    for model in models:
+        with SparseCache(model, "quest:page=8", budget=16, **SETTINGS) as cache:
+            mask = inputs["attention_mask"]
+            out = generate_lossless(model, inputs["input_ids"], cache=cache, attention_mask=mask, max_new_tokens=24)
+            said.append((out.sequences, len(groups_of(cache))))
+    (tokens, one), (own, shared) = said
+    return {"tokens": bool(torch.equal(own, tokens)), "groups": [one, shared]}
+
+
 def refused(model: Any, given: dict[str, Any]) -> str:
     try:
         SparseCache(model, **given, budget=16, **SETTINGS)
@@ -58,6 +72,7 @@ def lives(names: dict[str, Any], size: int) -> Iterator[tuple[str, Any]]:
     for selector, way in names["generate"]:
         given = {"roles": Roles(ROLES)} if selector == "roles" else {"selector": selector}
         yield f"{selector} {way}", compared([whole, shared], given, way)
+    yield "drafts", drafted([whole, shared])
     for selector in names["refused"]:
         yield f"refused {selector}", refused(shared, {"selector": selector})
     with SparseCache(shared, "quest") as cache:

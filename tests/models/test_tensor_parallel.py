@@ -36,6 +36,7 @@ def check(tmp_path: Path, generate: list[tuple[str, str]], refused: list[str]) -
     for selector in refused:
         for said in lives[f"refused {selector}"]:
             assert "compares all 2 KV heads of a layer, and each of the 2 processes that share this model has 1" in said
+    assert all(own == {"tokens": True, "groups": [0, 1]} for own in lives["drafts"])
     assert all("a prompt cache is of all heads of a layer" in said for said in lives["refused load"])
     assert all("3 processes cannot share the 2 KV heads" in said for said in lives["refused three"])
     assert lives["here"] == [[0, 2, 1], [1, 2, 1]]
