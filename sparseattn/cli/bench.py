@@ -21,7 +21,7 @@ from sparseattn.cli.inputs import leading_traces, open_roles, open_traces, say_d
 from sparseattn.cli.options import LEAD
 from sparseattn.cli.report import write_report
 from sparseattn.cli.report_options import EXPLORED, QUERIES, Explored
-from sparseattn.cli.results import RecordFile, check_figures, origin, results_folder, say_figure, say_records
+from sparseattn.cli.results import RecordFile, check_figures, origin, own_folder, say_figure, say_records
 from sparseattn.core.budget import Budget
 from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.evaluation.by_head import JUDGED, Comparison
@@ -51,10 +51,20 @@ def run(options: BenchOptions) -> None:
     names = options.traces or leading_traces(LEADING[:1] if options.every_method else LEADING)
     chosen = chosen if chosen.methods else ChosenMethods.of(SELECTED + _trained(names))
     replays = _planned(options, chosen, open_traces(names))
-    results_folder(options.out)
-    if options.indexes is not None:
-        usable_folder(options.indexes)
+    with own_folder(options.out, "bench"):
+        if options.indexes is not None:
+            usable_folder(options.indexes)
+        _measure(options, chosen, replays, names, equal)
 
+
+def _measure(
+    options: BenchOptions,
+    chosen: ChosenMethods,
+    replays: Sequence[Replayed],
+    names: Sequence[str],
+    equal: tuple[Budget, float],
+) -> None:
+    """Measure every method on its traces, write the records, and show what came."""
     measuring = BenchRun(options, chosen, DoneItems(options.out / "bench.items"))
     items = measuring.items(replays)
     if ranks := of_job():
@@ -68,7 +78,6 @@ def run(options: BenchOptions) -> None:
         file.add({**result.record(heads), "trace_meta": replay.trace.meta} for result in results)
     file.finish()
     measuring.done.remove()
-
     screen = table_screen(options.wide)
     _show_results(options, replays, file.path, screen)
     comparisons: list[list[Comparison]] = []

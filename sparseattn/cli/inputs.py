@@ -71,9 +71,33 @@ def open_trace(name: str, progress: Callable[[str, int, int], None]) -> Trace:
 
 
 def open_traces(names: Iterable[str]) -> list[Trace]:
-    """Return traces by name, in order (see `open_trace`)."""
+    """Return traces by name, in order (see `open_trace`); of files that share a name each says its folder too."""
+    names = list(names)
     with model_progress() as progress:
-        return [open_trace(name, progress) for name in names]
+        traces = [open_trace(name, progress) for name in names]
+    for trace, label in zip(traces, distinct_labels(names), strict=True):
+        trace.name = label
+    return traces
+
+
+def distinct_labels(names: Sequence[str]) -> list[str]:
+    """Return what traces are called: the stem of a file's name, behind as many of its folders as tell it from others.
+
+    Raises:
+        ValueError: one trace is named twice.
+    """
+    paths = [Path(name) if name in BUILTIN else Path(name).resolve().with_suffix("") for name in names]
+    if len(set(paths)) < len(paths):
+        twice = next(name for name, path in zip(names, paths, strict=True) if paths.count(path) > 1)
+        raise ValueError(f"the trace {twice} is named twice: name it once")
+    labels, depth = [path.name for path in paths], 1
+    while len(set(labels)) < len(labels):
+        depth += 1
+        same = [label for label in labels if labels.count(label) > 1]
+        labels = [
+            "/".join(path.parts[-depth:]) if label in same else label for label, path in zip(labels, paths, strict=True)
+        ]
+    return labels
 
 
 def leading_traces(names: Sequence[str] = LEADING) -> list[str]:

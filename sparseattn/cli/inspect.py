@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparseattn.cli import values
@@ -11,10 +11,11 @@ from sparseattn.cli.command import errors
 from sparseattn.cli.inputs import open_traces, say_differences
 from sparseattn.cli.inspect_options import InspectOptions
 from sparseattn.cli.progress import progress_bar
-from sparseattn.cli.results import RecordFile, check_figures, results_folder, say_figure, say_records
+from sparseattn.cli.results import RecordFile, check_figures, own_folder, say_figure, say_records
 from sparseattn.evaluation.attention_stats import Inspection, check_inspection, estimator, inspect_trace
 from sparseattn.reporting import inspect_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, table_screen
+from sparseattn.traces.trace import Trace
 
 
 def run(options: InspectOptions) -> None:
@@ -27,8 +28,14 @@ def run(options: InspectOptions) -> None:
     chosen = [check_inspection(trace, layers=layers, **zones) for trace in traces]
     for trace in traces:
         say_differences(trace)
-    results_folder(options.out)
+    with own_folder(options.out, "inspect"):
+        _measure(options, traces, chosen, zones)
 
+
+def _measure(
+    options: InspectOptions, traces: Sequence[Trace], chosen: Sequence[Sequence[int]], zones: Mapping[str, int]
+) -> None:
+    """Measure every trace, write the records, and show what came."""
     file = RecordFile(options.out / "inspect.jsonl", options.json)
     inspections = []
     for trace, layers_of_trace in zip(traces, chosen, strict=True):

@@ -17,7 +17,7 @@ from sparseattn.cli.done_items import DoneItems, key_of_method
 from sparseattn.cli.inputs import leading_traces, open_traces
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.recall_options import DEPTHS, LEADS, RecallOptions
-from sparseattn.cli.results import RecordFile, check_figures, results_folder, say_figure, say_records
+from sparseattn.cli.results import RecordFile, check_figures, own_folder, say_figure, say_records
 from sparseattn.evaluation import curve_files
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.recall_sweep import Problem, check, curves
@@ -66,8 +66,12 @@ def run(options: RecallOptions) -> None:
     for source in sources:
         for _, method in methods:
             check(method, source.keys, options.k)
-    results_folder(options.out)
+    with own_folder(options.out, "recall"):
+        _run(options, sources)
 
+
+def _run(options: RecallOptions, sources: Sequence[KeySource]) -> None:
+    """Measure every index on every source, write the records, and show what came."""
     measured: list[dict[str, dict[str, Curve]]] = [{} for _ in sources]  # per source: task -> label -> curve
     done = DoneItems(options.out / "recall.items")
     if ranks := of_job():

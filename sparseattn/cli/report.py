@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sparseattn.cli import report_defaults
 from sparseattn.cli.command import errors, say
-from sparseattn.cli.inputs import open_trace
+from sparseattn.cli.inputs import distinct_labels, open_trace
 from sparseattn.cli.progress import model_progress, progress_bar
 from sparseattn.cli.report_options import Explored, ReportOptions
 from sparseattn.core.budget import budget_label
@@ -65,8 +65,9 @@ def write_report(
     sections = [section for name, make in KINDS.items() for section in _sections(sources.get(name, []), make)]
     settings: dict[str, Facts] = {}
     if explored is not None:
-        for number, name in enumerate(traces):
-            section, facts = _explored(number, name, explored)
+        labels = distinct_labels(traces)
+        for number, (name, label) in enumerate(zip(traces, labels, strict=True)):
+            section, facts = _explored(number, name, label, explored)
             sections.append(section)
             settings |= facts
     sections.append(origin.section(sources, settings))
@@ -92,10 +93,11 @@ def _sections(
     ]
 
 
-def _explored(number: int, name: str, shown: Explored) -> tuple[Section, dict[str, Facts]]:
-    """Return the section of a trace, and what it was made with."""
+def _explored(number: int, name: str, label: str, shown: Explored) -> tuple[Section, dict[str, Facts]]:
+    """Return the section of a trace, which is to be called `label`, and what it was made with."""
     with model_progress() as progress:
         trace = open_trace(name, progress)
+        trace.name = label
         try:
             pieces = pieces_of(trace, progress)
         except (ModelError, FetchError) as error:

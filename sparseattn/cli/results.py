@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import typer
 from sparseattn.cli.command import errors
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.utils.files import naming, write_atomic
+from sparseattn.utils.locks import locked
+from sparseattn.utils.ranks import of_job
 
 
 def results_folder(out: Path) -> None:
@@ -23,6 +26,24 @@ def results_folder(out: Path) -> None:
     with naming(out):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
+
+
+@contextlib.contextmanager
+def own_folder(out: Path, command: str) -> Iterator[None]:
+    """Make the folder `out`, and keep a command's files in it for this process within the block.
+
+    Of a job's processes the first keeps them for all.
+
+    Raises:
+        ValueError: another run of the command has them; or what `results_folder` refuses.
+    """
+    results_folder(out)
+    ranks = of_job()
+    if ranks and not ranks.first:
+        yield
+        return
+    with locked(out / f"{command}.lock", f"--out {out}"):
+        yield
 
 
 def check_figures(wanted: bool) -> None:

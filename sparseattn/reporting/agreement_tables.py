@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.measure_table import measure
@@ -111,12 +111,20 @@ def verdicts(records: Sequence[Record]) -> list[str]:
         for layers, of_layers in by(sparse, "layers").items():
             sets = "" if layers is None else f", sparse in layers {layers}"
             unnamed = [{**record, "layers": None} for record in of_layers]  # the sentence names them once
-            findings.append(f"agreement at {length:,} tokens{sets} ({where}): {_finding(unnamed, len(texts))}")
+            finding = _finding(unnamed, {_window(record) for record in of_length}, len(texts))
+            findings.append(f"agreement at {length:,} tokens{sets} ({where}): {finding}")
     return findings
 
 
-def _finding(records: Sequence[Record], texts: int) -> str:
-    grid = {row: select(records, row) for row in rows_of(records)}
+def _window(record: Record) -> tuple[str, str | None]:
+    return record["text"], record.get("prompt")
+
+
+def _finding(records: Sequence[Record], windows: Collection[tuple[str, str | None]], texts: int) -> str:
+    every_row = {row: select(records, row) for row in rows_of(records)}
+    grid = {row: of_row for row, of_row in every_row.items() if {_window(record) for record in of_row} == windows}
+    if not grid:
+        return "no method was measured on every window."
     worst = {
         row: max(mean_of(of_text, "kl") for of_text in by(of_row, "text").values()) for row, of_row in grid.items()
     }
@@ -138,7 +146,8 @@ def _finding(records: Sequence[Record], texts: int) -> str:
     farthest = max(grid, key=worst.__getitem__)
     if farthest != least:
         finding += f" Farthest: {_facts(farthest, grid, worst, rows, texts)}"
-    return finding
+    some = len(every_row) - len(grid)
+    return finding + (f" {some} more {'was' if some == 1 else 'were'} measured on some windows alone." if some else "")
 
 
 def _facts(

@@ -119,18 +119,20 @@ def verdicts(records: Sequence[Record]) -> list[str]:
 
 
 def _verdict(protocol: str, records: Sequence[Record]) -> str:
-    grid = {row: by(select(records, row), "task") for row in rows_of(records)}
-    full = {task: mean_of(of_task, "score") for task, of_task in grid.pop(FULL_ROW, {}).items()}
-    if not full:
+    grid = {row: select(records, row) for row in rows_of(records)}
+    of_full = grid.pop(FULL_ROW, [])
+    if not of_full:
         return f"{protocol}: full attention was not measured, so nothing can be compared with it."
+    asked = {_prompt(record) for record in of_full}
+    full = {task: mean_of(of_task, "score") for task, of_task in by(of_full, "task").items()}
     levels = ", ".join(f"{task} {level:.0%}" for task, level in full.items())
-    grid = {row: tasks for row, tasks in grid.items() if full.keys() <= tasks.keys()}
-    if not grid:
-        return f"{protocol}: full attention has {levels}. No other method was measured on every task."
-    lost = {row: max(full[task] - mean_of(tasks[task], "score") for task in full) for row, tasks in grid.items()}
-    rows = {
-        row: mean(record["rows"] for of_task in tasks.values() for record in of_task) for row, tasks in grid.items()
-    }
+    same = {row: [record for record in of_row if _prompt(record) in asked] for row, of_row in grid.items()}
+    whole = {row: of_row for row, of_row in same.items() if {_prompt(record) for record in of_row} == asked}
+    if not whole:
+        return f"{protocol}: full attention has {levels}. No other method was measured on all of these prompts."
+    tasks = {row: by(of_row, "task") for row, of_row in whole.items()}
+    lost = {row: max(full[task] - mean_of(tasks[row][task], "score") for task in full) for row in whole}
+    rows = {row: mean_of(of_row, "rows") for row, of_row in whole.items()}
     within = [row for row in lost if lost[row] <= NEAR]
     best = min(within, key=rows.__getitem__) if within else min(lost, key=lost.__getitem__)
     loss = f"{100 * max(lost[best], 0.0):.1f} points"
@@ -140,4 +142,10 @@ def _verdict(protocol: str, records: Sequence[Record]) -> str:
         lead = f"Fewest tokens read within {bound} of that on every task:"
     else:
         lead = f"No method stays within {bound} of that on every task. Closest:"
-    return f"{protocol}: full attention has {levels}. {lead} {facts}"
+    some = len(grid) - len(whole)
+    apart = f" {some} more {'was' if some == 1 else 'were'} measured on some of these prompts alone." if some else ""
+    return f"{protocol}: full attention has {levels}. {lead} {facts}{apart}"
+
+
+def _prompt(record: Record) -> tuple[Any, ...]:
+    return record["task"], record.get("length"), record.get("prompt")

@@ -107,10 +107,19 @@ def _pairs(results: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]
     return pairs
 
 
+def _on_every_trace(results: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]:
+    """Return `_pairs` without those that some trace lacks: a mean over other traces is not to be compared."""
+    traces = {result.trace for result in results}
+    return {pair: group for pair, group in _pairs(results).items() if {result.trace for result in group} == traces}
+
+
 def verdict(results: Sequence[Measured]) -> str:
     """Return the closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
     scored = []
-    for (method, budget), group in _pairs(results).items():
+    whole = _on_every_trace(results)
+    if not whole:
+        return "No method was measured on every trace, so none can be called the cheapest."
+    for (method, budget), group in whole.items():
         error = max(result.mean("relative_error") for result in group)
         worst = max(result.worst("relative_error") for result in group)
         read = sum(result.mean("bytes_share") for result in group) / len(group)
@@ -137,7 +146,7 @@ def finding(results: Sequence[Measured]) -> str | None:
     It reads at most `MOST_READ` of what full attention does, and no other method beats it, on any trace, in error and
     in bytes. The sentence names no method if none stays within the last of `STEPS`. None if nothing reads so little.
     """
-    pairs = _pairs(results)
+    pairs = _on_every_trace(results)
     read = {pair: sum(result.mean("bytes_share") for result in group) / len(group) for pair, group in pairs.items()}
     errors = {pair: [result.mean("relative_error") for result in group] for pair, group in pairs.items()}
     sparse = [pair for pair in pairs if read[pair] <= MOST_READ and pair[0] not in CONTROLS]

@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 import sparseattn
 from sparseattn.cli import bench_items, recall
 from sparseattn.cli.app import app
+from sparseattn.cli.inputs import open_traces
 from sparseattn.cli.progress import progress_bar
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation import measure_table
@@ -35,6 +36,7 @@ from sparseattn.selectors.parameters.saap_artefact import locate
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.texts import TEXTS
 from sparseattn.traces.trace import Trace, TraceLayer
+from sparseattn.utils.locks import locked
 
 INSTEAD = "smollm2 cannot be fetched, so this run uses the byte model's traces recall and text, "
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
@@ -350,7 +352,11 @@ def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
     assert "trace: Dear()" in replay_tables.verdict([*good, *elsewhere]), "a pair has to hold on every trace"
     for none in (made("Full()", 0.0, 1.4), made("Wrong()", 0.02, 0.1)):
         assert replay_tables.verdict([none]).startswith("No method stays within 1% mean output error")
-    found = [*good, *elsewhere, made("window", 0.3, 0.01), unknown]
+    bare = [made("window", 0.3, 0.01, trace=trace) for trace in ("a", "b")]
+    near = made("Near()", 0.0001, 0.1, trace="b")
+    assert "trace: Dear()" in replay_tables.verdict([*good, *elsewhere, near]), "it was not measured on every trace"
+    assert replay_tables.verdict([good[0], near]).startswith("No method was measured on every trace")
+    found = [*good, *elsewhere, *bare, unknown]
     assert replay_tables.finding(found) == (
         "In short: Dear() at budget 64 reads 40% of the cache's bytes, and the output of attention is off by 0.1 to "
         "0.5% (mean over heads; on a, b). Reading only the first and the most recent tokens (1.0%) is off by 30%."
@@ -1137,3 +1143,39 @@ def test_recall_of_selectors_that_never_arrive_or_do_not_tell(tmp_path: Path) ->
     )
     done = run("recall", "--keys", "500", "--gap", "0.26", "--queries", "4", "--out", tmp_path, *arguments[:4])
     assert done.exit_code == 0, done.output
+
+
+def test_traces_of_one_name_say_their_folders(tmp_path: Path) -> None:
+    for folder, tokens in (("a/x", 100), ("b/x", 120), ("c", 90)):
+        (tmp_path / folder).mkdir(parents=True)
+        synthetic(tokens, size=16).save(tmp_path / folder / "t.safetensors")
+    synthetic(80, size=16).save(tmp_path / "c" / "other.safetensors")
+    paths = [str(tmp_path / name) for name in ("a/x/t.safetensors", "b/x/t.safetensors", "c/t.safetensors")]
+    traces = open_traces([*paths, str(tmp_path / "c" / "other.safetensors")])
+    assert [(trace.name, trace.tokens) for trace in traces] == [
+        ("a/x/t", 100),
+        ("b/x/t", 120),
+        ("c/t", 90),
+        ("other", 80),
+    ]
+    assert [trace.name for trace in open_traces(paths[:1])] == ["t"]
+    with pytest.raises(ValueError, match="is named twice: name it once"):
+        open_traces([paths[0], f"{tmp_path}/a/../a/x/t.safetensors"])
+    out = tmp_path / "out"
+    done = run("inspect", *paths[:2], "--last", "4", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert {json.loads(line)["trace"] for line in (out / "inspect.jsonl").read_text().splitlines()} == {
+        "a/x/t",
+        "b/x/t",
+    }
+    done = run("report", out, "--out", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("command", ["bench", "inspect", "recall"])
+def test_a_folder_is_one_runs_at_a_time(command: str, trace: Path, tmp_path: Path) -> None:
+    with locked(tmp_path / f"{command}.lock", "the folder"):
+        done = run(command, trace, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert f"--out {tmp_path} is in use by process " in " ".join(done.output.split()), done.output
+    assert list(tmp_path.iterdir()) == [], "the other run's files stay as they are"

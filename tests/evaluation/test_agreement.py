@@ -278,6 +278,11 @@ def test_the_closing_line_says_what_stays_near_for_the_fewest_rows_and_bytes() -
         "agreement at 4,096 tokens (t, u; 3 windows): no method stays within 0.02 nats per token of full "
         "attention on every text. Closest: quest at budget 1024, 1,092 tokens, 0.030 nats on the worst text, "
     )
+    (line,) = report.verdicts([*records, *(one for one in other if one["method"] != "exact")])
+    assert "exact" not in line, "it was measured on one text of two"
+    assert line.endswith(" 1 more was measured on some windows alone.")
+    (line,) = report.verdicts([*made("quest", "64", 132, 0.01), *made("exact", "64", 132, 0.01, text="u")])
+    assert line.endswith("no method was measured on every window.")
     unknown = [{**one, "bytes_share": None} for one in records]
     assert "bytes" not in report.verdicts(unknown)[0]
     sets = [one for one in records if one["method"] != "quest"] + made("quest", "64", 132, 0.01, layers="0-9")

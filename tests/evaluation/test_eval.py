@@ -673,6 +673,12 @@ def test_the_closing_line_names_the_fewest_rows_near_full_attention_on_every_tas
         "question: full attention has kv 75%, passkey 100%. No method stays within 2 points of that on every "
         "task. Closest: quest at budget 64: 100 tokens, 10.0 points lost on the worst task."
     ]
+    longer = [made(FULL, None, 1000, 0.0, task="kv", length=9000), made("exact", "256", 320, 1.0, task="kv", length=8)]
+    (line,) = report.verdicts([*records, *longer])
+    assert line.endswith("No other method was measured on all of these prompts."), "the length of 9000 is missing"
+    (line,) = report.verdicts([*records, *longer, *(made("quest", "256", 300, 0.0, task="kv", length=9000),)])
+    assert "quest at budget 256: 300 tokens" in line
+    assert line.endswith("3 more were measured on some of these prompts alone.")
 
 
 def test_what_full_attention_does_not_answer_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

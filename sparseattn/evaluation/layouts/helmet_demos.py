@@ -52,15 +52,20 @@ class Demos:
         shown = self.all
         if "popqa" in data_set:
             shown = [demo for demo in shown if popularity(demo) < popular and demo.get(key) != fields[key]]
-        drawn = _drawn(shown, key, str(fields[key]))
-        passage = self.templates["passage_template"]
-        demos = "".join(
-            self.templates["demo_template"].format(**demo, documents=_passages(demo, passage), answer=_answers(demo)[0])
-            + "\n\n"
-            for demo in drawn
-        )
-        context, right = _passages(fields, passage), _answers(fields)
-        return {"question": text(fields, "question"), "demos": demos, "context": context, "right": right}
+        question = text(fields, "question")
+        demos = "".join(map(self._shown, _drawn(shown, key, str(fields[key]))))
+        context, right = _passages(fields, self.templates["passage_template"]), _answers(fields)
+        return {"question": question, "demos": demos, "context": context, "right": right}
+
+    def _shown(self, demo: dict[str, Any]) -> str:
+        """Return an example over passages as it stands before a question."""
+        template = self.templates["demo_template"]
+        try:
+            documents = _passages(demo, self.templates["passage_template"])
+            return template.format(**{**demo, "documents": documents, "answer": _answers(demo)[0]}) + "\n\n"
+        except (KeyError, ValueError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"example {self.all.index(demo) + 1} of {self.setup.demos}: {what}") from None
 
     def rerank(self, fields: Mapping[str, Any], titled: str, untitled: str) -> dict[str, Any]:
         """Return what fills the template of a ranking; passages with and without titles have a template each."""

@@ -59,7 +59,8 @@ class Prompt:
                 f"{spare + min(len(self.context), 2)} or more, got {longest}"
             )
         head, foot = self.context[: room // 2], self.context[-(room - room // 2) :]
-        words = tokens.text(head[len(tokens.before) :]) + tokens.text(foot)
+        first = len(tokens.before) if self.example is None else tokens.first(self.example)
+        words = tokens.text(head[first:]) + tokens.text(foot)
         return replace(
             self,
             context=head + foot,

@@ -31,6 +31,7 @@ from sparseattn.evaluation.tasks.compared import FORCED, FULL
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import Key
 from sparseattn.evaluation.tasks.scoring import ruler, score
+from sparseattn.evaluation.tasks.thoughts import answer_in
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.roles.role import kept_label
 from sparseattn.roles.roles import Method as Sparse
@@ -188,10 +189,10 @@ def _answer(
             break
         made.append(token)
         response = tokens.text(made)
-        if len(made) == prompt.limit or ended(response):
+        if len(made) == prompt.limit or ended(answer_in(response, tokens.thinks)):
             break
         token = int(session.feed([token])[-1].argmax())
-    return scored(prompt.example, tokens.text(made))
+    return scored(prompt.example, tokens.text(made), tokens.thinks)
 
 
 def line_ended(response: str) -> bool:
@@ -205,16 +206,17 @@ def ending(example: Example) -> Callable[[str], bool]:
     return line_ended if example.one_line else lambda response: False
 
 
-def scored(example: Example, response: str) -> dict[str, Any]:
-    """Return a response and its scores, for a record."""
+def scored(example: Example, response: str, thinking: bool = False) -> dict[str, Any]:
+    """Return a response and the scores of the answer in it (`answer_in`), for a record."""
+    answer = answer_in(response, thinking)
     if example.scoring in METRICS:
-        value = metric_score(example.scoring, response, example.answers, example.reference)
+        value = metric_score(example.scoring, answer, example.answers, example.reference)
     else:
-        value = score(example.scoring, response, example.answers, example.others)
+        value = score(example.scoring, answer, example.answers, example.others)
     return {
         "response": response,
         "answers": list(example.answers),
         "scoring": example.scoring,
         "score": value,
-        "ruler": ruler(example.scoring, response, example.answers),
+        "ruler": ruler(example.scoring, answer, example.answers),
     }

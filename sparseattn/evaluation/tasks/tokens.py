@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from sparseattn.evaluation.tasks.base import Chat, Example
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.thoughts import BEGUN
 
 MARK = "sparseattn-prompt"  # stands for the prompt in a chat template
+# What templates ask for besides: the same day always, as another would make another prompt, and no thinking aloud.
+ASKED = {"strftime_now": datetime.date(2024, 7, 26).strftime, "enable_thinking": False}
 
 
 class Tokens:
@@ -22,6 +26,7 @@ class Tokens:
     Attributes:
         start: tokens before any text.
         before, after: tokens before and behind a prompt, `start` among them.
+        thinks: whether the chat template begins the model's thoughts.
 
     Raises:
         ValueError: `chat` without a chat template.
@@ -33,12 +38,12 @@ class Tokens:
         # Some tokenizers know a token for the beginning of a text and yet put none there.
         self.start = [first] if first is not None and first in tokenizer("")["input_ids"] else []
         self.before, self.after = self.start, self.ids("")
+        self.chat, self.thinks = chat, False
         if chat:
             if tokenizer is None or not tokenizer.chat_template:
                 raise ValueError("the model's tokenizer has no chat template; ask it without --chat")
-            turn = [{"role": "user", "content": MARK}]
-            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-            self.before, self.after = map(self.ids, text.split(MARK))
+            self.before, self.after = self._around(())
+            self.thinks = str(tokenizer.decode(self.after)).rstrip().endswith(BEGUN)
 
     @property
     def spare(self) -> int:
@@ -55,21 +60,27 @@ class Tokens:
             ValueError: a chat template that does not take the turns before the question.
         """
         turn = example.turn()
-        if not self.after or turn is None:
+        if not self.chat or turn is None:
             return [*self.start, *self.ids(example.context)], self.ids(example.question)
-        before, after = (self.before, self.after) if not turn.before else self._around(turn)
+        before, after = (self.before, self.after) if not turn.before else self._around(turn.before)
         context = [] if turn.before else self.ids(example.context)
         return [*before, *context], [*self.ids(turn.user), *after, *self.ids(turn.begun)]
 
-    def _around(self, turn: Chat) -> tuple[list[int], list[int]]:
-        """Return the tokens before and behind the last turn of a conversation."""
-        said = [{"role": role, "content": content} for role, content in (*turn.before, ("user", MARK))]
+    def first(self, example: Example) -> int:
+        """Return how many tokens stand before the text of a context."""
+        return len(self.before if self.chat and example.turn() is not None else self.start)
+
+    def _around(self, turns: Sequence[tuple[str, str]]) -> tuple[list[int], list[int]]:
+        """Return the tokens before and behind the user's turn that comes after other turns."""
+        said = [{"role": role, "content": content} for role, content in (*turns, ("user", MARK))]
         try:
-            text = str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+            text = str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **ASKED))
         except Exception as error:  # the template's own, whatever it raises
             raise ValueError(f"the model's chat template does not take the conversation: {error}") from None
-        before, _, after = text.rpartition(MARK)
-        return self.ids(before), self.ids(after)
+        before, *behind = text.split(MARK)
+        if len(behind) != 1:
+            raise ValueError(f"the model's chat template has the user's turn {len(behind)} times: ask without --chat")
+        return self.ids(before), self.ids(behind[0])
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text, without any that mark its beginning or end."""

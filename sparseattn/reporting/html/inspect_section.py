@@ -55,6 +55,8 @@ FIELDS = Object(
 def check(record: Record, before: Sequence[Record]) -> None:
     """Raise FieldError where a line is no record of `inspect`, or has other heads than its trace has `before`."""
     FIELDS.check(record)
+    if any((other["trace"], other["layer"]) == (record["trace"], record["layer"]) for other in before):
+        raise FieldError(f"the trace {record['trace']} has a line of layer {record['layer']} already")
     first = next((other for other in before if other["trace"] == record["trace"]), record)
     if _heads_of(first) != _heads_of(record):
         raise FieldError(f"heads are {_heads_of(first)}, as in the trace's first line, got {_heads_of(record)}")

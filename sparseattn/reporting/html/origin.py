@@ -20,7 +20,7 @@ MEASURED = {
     *("score", "ruler", "response", "answers", "rows", "context", "bytes_share", "prompt_tokens", "sparse_calls"),
     *("dense_calls", "decode_seconds", "seconds", "first_token_seconds", "new_tokens", "kl", "same_top", "nll"),
     *("nll_difference", "scored_tokens", "select_ms", "build_seconds", "index_bytes_per_key", "attended", "prompt"),
-    *("points", "rounds", "verified", "predicted", "cost"),
+    *("points", "rounds", "verified", "predicted", "cost", "activity", "prefill_seconds", "index_seconds", "attempts"),
 }
 APART = ("versions", "machine", "trace_meta")  # in groups of their own
 SETTINGS = "settings"
@@ -37,7 +37,9 @@ def section(by_kind: Mapping[str, Sequence[RecordSource]], more: Mapping[str, Fa
         groups[str(source.path)] = _settings(source.records)
         for record in source.records:
             if isinstance(meta := record.get("trace_meta"), Mapping):
-                traces.setdefault(f"trace {record.get('trace', record.get('source', ''))}", _flat(meta))
+                name, facts = f"trace {record.get('trace', record.get('source', ''))}", _flat(meta)
+                other = traces.setdefault(name, facts) != facts  # another folder's trace of the name
+                traces.setdefault(f"{name} of {source.path}" if other else name, facts)
         for record in [record for record in source.records if "versions" in record] or source.records[:1]:
             by = json.dumps([record.get("versions"), record.get("machine")], sort_keys=True)
             files = made_by.setdefault(by, [])

@@ -11,7 +11,9 @@ import pytest
 
 from sparseattn.evaluation.tasks.base import Chat, Example
 from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.run import scored
 from sparseattn.evaluation.tasks.served import ServerPass
+from sparseattn.evaluation.tasks.thoughts import answer_in
 from sparseattn.evaluation.tasks.tokens import Tokens
 from tests.evaluation.layouts.lines import LONGBENCH, LONGBENCH_TEMPLATES, MRCR, TURNS, read, write
 
@@ -22,13 +24,20 @@ class Letters:
     bos_token_id = None
     chat_template = "yes"
 
+    def __init__(self, first: str = "", last: str = "a:", times: int = 1) -> None:
+        self.first, self.last, self.times = first, last, times
+
     def __call__(self, text: str, **more: Any) -> dict[str, list[int]]:
         return {"input_ids": list(map(ord, text))}
 
-    def apply_chat_template(self, turns: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool, **asked: Any
+    ) -> str:
+        assert asked["enable_thinking"] is False
         if any(a["role"] == b["role"] for a, b in itertools.pairwise(turns)):
             raise RuntimeError("roles alternate")
-        return "".join(f"{turn['role'][0]}:{turn['content']}|" for turn in turns) + "a:" * add_generation_prompt
+        said = "".join(f"{turn['role'][0]}:{turn['content'] * self.times}|" for turn in turns)
+        return asked["strftime_now"](self.first) + said + self.last * add_generation_prompt
 
     def decode(self, ids: list[int], **more: Any) -> str:
         return "".join(map(chr, ids))
@@ -85,3 +94,34 @@ def test_a_server_is_sent_the_turns(tmp_path: Path) -> None:
     assert not question.ended("a line\n"), "the answer goes on to its limit"
     never = Example("t", "C", "Q?", ("a",), "all", chat=None)
     assert asked._question(Prompt.of(never, tokens)).begun is None, "as plain text"
+
+
+def test_templates_get_one_day_and_say_the_turn_once() -> None:
+    tokens = Tokens(Letters("%d %b %Y "), True)
+    assert "".join(map(chr, tokens.before)) == "26 Jul 2024 u:", "another day would be another prompt"
+    assert not tokens.thinks
+    with pytest.raises(ValueError, match="has the user's turn 2 times: ask without --chat"):
+        Tokens(Letters(times=2), True)
+
+
+def test_a_prompt_that_is_never_in_a_chat_keeps_its_beginning_where_it_is_cut() -> None:
+    example = Example("t", "".join(map(str, range(100))), "Q", ("a",), "all", chat=None)
+    tokens = Tokens(Letters(first="a long beginning "), True)
+    cut = Prompt.of(example, tokens).shortened(80, tokens)
+    assert cut.example is not None
+    assert cut.example.context == "".join(map(chr, cut.context)) != example.context
+
+
+def test_thoughts_are_no_answer() -> None:
+    assert Tokens(Letters(last="a:<think>\n"), True).thinks
+    example = Example("t", "C", "Q", ("71432",), "all")
+    for response, thinking, right in (
+        ("<think>\n71432?\n</think>\n\nNo.", False, 0.0),
+        ("<think>\nNo.\n</think>\n\nIt is 71432.", False, 1.0),
+        ("No, 5.\n</think>71432", True, 1.0),
+        ("\n71432 perhaps", True, 0.0),
+        ("71432", False, 1.0),
+    ):
+        assert scored(example, response, thinking)["score"] == right, response
+        assert scored(example, response, thinking)["response"] == response
+    assert [answer_in(text) for text in ("<think>\nno", "<think>a</think>b", "b")] == ["", "b", "b"]

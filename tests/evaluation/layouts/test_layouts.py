@@ -160,6 +160,19 @@ def test_helmet_draws_examples_from_a_second_file(tmp_path: Path, clones: Path) 
         ValueError, match="line 1: its examples come from a second file of HELMET's: name it with --demos"
     ):
         read(path, templates=clones)
+    for damaged, said in (
+        ({"answers": ["a"], "ctxs": passages("p"), "id": 3}, "it has no 'question'"),
+        ({"question": "q", "answers": ["a"], "ctxs": [{"text": "p"}]}, "a passage of ctxs has what"),
+    ):
+        demos = write(tmp_path / "demos.jsonl", damaged, {**damaged, "question": "other"})
+        with pytest.raises(ValueError, match=rf"line 1: example \d of .*demos.jsonl: {said}"):
+            read(path, templates=clones, demos=demos)
+    kept = {"question": "q", "answers": ["a1"], "answer": "a2", "ctxs": passages("p")}
+    demos = write(tmp_path / "demos.jsonl", kept, {**kept, "question": "other"})
+    assert one_of(path, templates=clones, demos=demos).context.count("Answer: a1") == 2
+    asked = write(tmp_path / "kilt" / "nq-dev-multikilt_1000_k9_dep0.jsonl", {"query": "q", "ctxs": passages("p")})
+    with pytest.raises(ValueError, match="line 1: question is text that is not empty, got None"):
+        read(asked, templates=clones, demos=demos)
 
 
 def test_helmet_ranks_and_leaves_popular_questions_out(tmp_path: Path, clones: Path) -> None:
