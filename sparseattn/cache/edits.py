@@ -17,6 +17,7 @@ from sparseattn.cache.shown_rows import ShownRows
 from sparseattn.cache.token_store import TokenStore
 from sparseattn.codecs.base import RowCodec
 from sparseattn.selectors.base import Selector
+from sparseattn.utils.inference_mode import keeps_tensors
 
 Cache = TypeVar("Cache", bound="CacheEdits")
 
@@ -43,6 +44,7 @@ class CacheEdits:
         """Sequences; 0 before the first append."""
         return len(self.stored.zones.count)
 
+    @keeps_tensors
     def compact(self) -> int:
         """Free the rows that the selector has dropped: those of each head that are left move together.
 
@@ -73,6 +75,7 @@ class CacheEdits:
         self._shown.refresh()
         return before - self.stored.zones.zone
 
+    @keeps_tensors
     def crop(self, drop: int | Tensor) -> None:
         """Forget the newest rows of every sequence, as speculative decoding does with rejected tokens.
 
@@ -96,6 +99,7 @@ class CacheEdits:
         input_checks.check_repeatable(self.stored.keys.full, "dropping rows")
         return input_checks.checked_drop(drop, self.batch)
 
+    @keeps_tensors
     def reorder(self, index: Tensor) -> None:
         """Let sequence b become what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.
 
@@ -109,6 +113,7 @@ class CacheEdits:
         self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
         self._shown.refresh()
 
+    @keeps_tensors
     def clone(self: Cache) -> Cache:
         """Return an independent copy, selector included."""
         twin = copy.copy(self)
@@ -141,6 +146,7 @@ class CacheEdits:
         """
         prompt_files.save(self, path)
 
+    @keeps_tensors
     def load(self: Cache, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Cache:
         """Take up what `save` wrote, into this cache, which is empty, and return it: what follows is decoded as it
         would have been there. Settings that are not compared (capacity, devices, `rollback`, a `knob`) may differ.
@@ -171,6 +177,7 @@ class CacheEdits:
         """Whether the first seal has been, or its time has."""
         return self._decoded
 
+    @keeps_tensors
     def to(self: Cache, device: torch.device | str) -> Cache:
         """Move storage and selector, and return the cache; what lies on `sealed_device` stays there.
 

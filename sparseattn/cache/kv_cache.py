@@ -33,6 +33,7 @@ from sparseattn.core.deal import Deal
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector
+from sparseattn.utils.inference_mode import keeps_tensors
 
 
 def _fits(query: Tensor, keys: Tensor | None) -> bool:
@@ -247,6 +248,13 @@ class KVCache(CacheEdits):
             if self._shown.views:
                 self._shown.refresh()
             return
+        self._append_rows(keys, values, queries, positions, learning)
+
+    @keeps_tensors
+    def _append_rows(
+        self, keys: Tensor, values: Tensor, queries: Tensor | None, positions: Tensor | None, learning: bool
+    ) -> None:
+        """`append` of what is no single token of a step."""
         input_checks.check_tensors(keys, values, queries, positions)
         stored = self.stored
         if first := not stored.zones.count:
@@ -320,6 +328,10 @@ class KVCache(CacheEdits):
         self._decoded = True
         if max(each) == 0:
             return
+        self._seal_rows(each, decoded)
+
+    @keeps_tensors
+    def _seal_rows(self, each: list[int], decoded: int) -> None:
         self.stored.broken = f"{self.selector!r} failed while rows were sealed or freed"
         self._shown.seal(each, decoded)
         self.stored.broken = ""

@@ -22,6 +22,7 @@ from sparseattn.core.row_buffer import RowBuffer, State
 from sparseattn.core.selection import Bounds
 from sparseattn.kernels.attend_quantized.reference import CodedRows
 from sparseattn.selectors.base import Rows
+from sparseattn.utils.inference_mode import keeps_tensors
 
 CUT_SHORT = "storing rows was cut short"
 
@@ -229,6 +230,7 @@ class StoredRows:
         else:
             _write(positions.select(1, first), at)
 
+    @keeps_tensors
     def publish(self, ends: list[int] | None = None) -> None:
         """Brings what the device reads up to date; `ends`: those of the zones, where they are known."""
         zones = self.zones

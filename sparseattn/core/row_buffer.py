@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.utils.huge_pages import on_huge_pages
+from sparseattn.utils.inference_mode import keeps_tensors
 
 EMPTY = "this row buffer holds nothing yet: append rows first"
 
@@ -178,6 +179,7 @@ class RowBuffer(State):
         if self.storage is not None and self.spare is not None:
             self.storage.narrow(self.dim, first, self.storage.shape[self.dim] - first).fill_(self.spare)
 
+    @keeps_tensors
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         lock = self.pinned and like.device.type == "cpu" and torch.cuda.is_available()
         return on_huge_pages(torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=lock))

@@ -9,6 +9,7 @@ bits, and what happens between two decodes. More of them, and one alone:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -73,6 +74,7 @@ class Life:
 
     def __init__(self, case: Case, number: int) -> None:
         self.draw = draw = random.Random(f"{case.name}:{number}")
+        self._modes = random.Random(f"{case.name}:{number}:modes")
         torch.manual_seed(draw.getrandbits(48))
         selector = case.make()
         self.dtype = torch.bfloat16 if self.rare() else torch.float32
@@ -91,6 +93,10 @@ class Life:
             Sequence(nothing, nothing, nothing[0, :, 0].long(), nothing[..., 0].bool()) for _ in range(self.batch)
         ]
         self.given, self.freed = 1, 0  # padding may be zeros
+
+    def mode(self) -> contextlib.AbstractContextManager[None]:
+        """Inference mode for some of what happens: tensors that it makes may not be changed outside it."""
+        return torch.inference_mode() if self._modes.random() < 0.3 else contextlib.nullcontext()  # type: ignore[return-value]
 
     def rare(self) -> bool:
         return self.draw.random() < SHARE
@@ -170,7 +176,8 @@ class Life:
             mine = torch.tensor(real[b])
             sequence.add(keys[b, :, mine], values[b, :, mine], numbers[b, mine])
         plain = all(map(all, real)) and not self.gaps
-        self.cache.append(keys, values, queries, None if plain else positions)
+        with self.mode():
+            self.cache.append(keys, values, queries, None if plain else positions)
         return queries[:, :, :, -1]
 
     def prefill(self) -> None:
@@ -208,14 +215,17 @@ class Life:
         elif kind == "reorder":
             many = self.batch if cache.fixed else draw.choice((1, 2, 3))
             index = [draw.randrange(self.batch) for _ in range(many)]
-            cache.reorder(torch.tensor(index))
+            with self.mode():
+                cache.reorder(torch.tensor(index))
             self.sequences = [dataclasses.replace(self.sequences[b]) for b in index]
             self.batch = many
         elif kind == "clone":
-            self.cache = cache.clone()
-            cache.reset()
+            with self.mode():
+                self.cache = cache.clone()
+                cache.reset()
         elif kind == "compact" and compacts(cache):
-            self.freed += cache.compact()
+            with self.mode():
+                self.freed += cache.compact()
             assert cache.freed == self.freed
         elif kind == "reset" and self.rare():
             cache.reset()
@@ -227,7 +237,8 @@ class Life:
 
     def crop(self, drop: list[int]) -> None:
         """Drops rows that no seal has taken: those that `rollback` keeps, and more where none is sealed."""
-        self.cache.crop(torch.tensor(drop))
+        with self.mode():
+            self.cache.crop(torch.tensor(drop))
         for sequence, rows in zip(self.sequences, drop, strict=True):
             sequence.crop(rows)
             sequence.next -= rows
@@ -236,13 +247,15 @@ class Life:
 
     def decode(self, query: Tensor) -> None:
         cache, sealed = self.cache, self.cache.counts[1]
-        cache.prepare(query, self.budget)  # seals what is due: what is dropped there is gone already
+        with self.mode():
+            cache.prepare(query, self.budget)  # seals what is due: what is dropped there is gone already
         kept = cache.window + cache.rollback
         for sequence, before, after in zip(self.sequences, sealed, cache.counts[1], strict=True):
             left = sequence.tokens - cache.sink - after
             assert after == before or left >= kept, "a row of the window, or one that crop may drop, was sealed"
         self.note_gone()
-        got = decode(query, cache, self.budget, impl=self.draw.choice((None, None, "gather", "reference")))
+        with self.mode():
+            got = decode(query, cache, self.budget, impl=self.draw.choice((None, None, "gather", "reference")))
         assert cache.counts[0] == [sequence.tokens for sequence in self.sequences]
         self.check(query, got)
         self.note_gone()
