@@ -22,7 +22,7 @@ from sparseattn.traces.trace import Trace
 from sparseattn.training.calibrate import calibrate, of_layer, output_file, prompts_of
 from sparseattn.training.fit_logits import fit
 from sparseattn.training.head_errors import head_errors
-from sparseattn.training.prompts import Prompts
+from sparseattn.training.prompts import Prompts, trace_files
 from sparseattn.training.similarity import similarity
 from sparseattn.utils.devices import usable_device
 from sparseattn.utils.ranks import JobRanks, of_job
@@ -122,7 +122,7 @@ def _fit_estimates(options: CalibrateOptions, spec: str) -> None:
     out = options.out
     if out.suffix != ".safetensors" or not out.parent.is_dir():
         raise ValueError(f"--out must be a .safetensors file in an existing folder, got {out}")
-    selector, traces = make_selector(spec), [Trace.open(path) for path in options.traces]
+    selector, traces = make_selector(spec), [Trace.open(path) for path in trace_files(options.traces)]
     with progress_bar() as bar:
         advance = functools.partial(bar.advance, bar.add_task(f"fit {spec}", total=None))
         zones = {name: getattr(options, name) for name in ZONES}

@@ -74,9 +74,9 @@ def _lines(options: DoctorOptions, model: Any, length: int) -> tuple[list[LayerD
     file, most = options.file, max(whole.sparse_layers)
     if isinstance(file, Plan):
         return diagnosed(SparseCache(model, plan=file, seal=None), length), most
+    zones["dense_layers"] = min(options.first_dense, len(whole.layers))
     if file is not None:
         return diagnosed(SparseCache(model, budget=options.rows, roles=file, **zones), length), most
-    zones["dense_layers"] = min(options.first_dense, len(whole.layers))
     return diagnosed(SparseCache(model, options.selector or SELECTOR, options.rows, **zones), length), most
 
 

@@ -175,6 +175,8 @@ def open_texts(names: Iterable[str]) -> list[InputText]:
         name, words = open_text(path)
         if name in texts:
             raise ValueError(f"two texts have the name {name}: rename a file")
+        if same := [other.name for other in texts.values() if other.words == words]:
+            raise ValueError(f"{name} and {same[0]} are the same text: name it once")
         texts[name] = InputText(name, TEXTS[path].kind if path in TEXTS else OWN_KIND, words)
     return list(texts.values())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json as json_module
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def run(options: MachineOptions) -> None:
 
 def _measured(shape: Shape, path: Path, json: bool) -> None:
     with naming(path):
+        if path.is_dir():
+            raise ValueError(f"--out must be a file, and {path} is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()  # one that cannot be written fails here, not after the work
     started = time.monotonic()
     with progress_of("measure this CPU") as progress:
         profile = measure(shape=shape, progress=progress)

@@ -111,6 +111,8 @@ class MachineOptions:
             raise ValueError("--ranks needs --model, whose rows are dealt")
         if self.ranks is None and (self._is_changed("link") or self._is_changed("share")):
             raise ValueError("--link and --share need --ranks")
+        if self.name is not None and not self.selector and not self.model and self._is_changed("shape"):
+            raise ValueError("--shape needs --selector, or no machine name so that this CPU is measured")
         if self.model and self._is_changed("shape"):
             raise ValueError("--model has a shape of its own: leave out --shape or --model")
         if not self.model and len(self.contexts) * len(self.batches) > 1:
@@ -132,7 +134,9 @@ class MachineOptions:
     @cached_property
     def contexts(self) -> list[int]:
         """Rows of each sequence."""
-        return [values.row_count(text, "--context") for text in self.context.split(",")]
+        rows = [values.row_count(text, "--context") for text in self.context.split(",")]
+        values.check_positive({"--context": min(rows)})
+        return rows
 
     @cached_property
     def rank_counts(self) -> list[int]:

@@ -95,6 +95,9 @@ class RecallOptions:
             raise ValueError(f"--values must be 1 or more, got {self.values!r}")
         if self.tokens is not None and self.keys and not self.traces:
             raise ValueError("--tokens shortens traces, and --keys alone measures none: name a trace")
+        of_keys = ("gap", "spread", "size", "seed")
+        if not self.keys and (idle := [name for name in of_keys if getattr(self, name) != getattr(type(self), name)]):
+            raise ValueError(f"{shared.spelled(idle)} need --keys: they are of synthetic keys, and traces have none")
 
     @cached_property
     def methods(self) -> list[tuple[str, Selector]]:

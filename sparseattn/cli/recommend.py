@@ -8,10 +8,12 @@ from pathlib import Path
 
 import typer
 
+from sparseattn.cli.command import errors
 from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.cli.report import write_report
 from sparseattn.cli.results import results_folder
 from sparseattn.recommend.exports import NoExportError, export_plan
+from sparseattn.reporting.terminal import plain
 from sparseattn.roles.plan import Plan
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.utils.files import write_atomic
@@ -58,7 +60,7 @@ def run(options: RecommendOptions) -> None:
             Settings.of_plan(result.plan)
         result.plan.save(path)
         write_atomic(why, page(result).encode())
-        drawn = write_report([options.out], options.out / "report.html")
+        drawn = _page(options.out)
         if options.json:
             typer.echo(json.dumps(result.plan.record()))
         else:
@@ -66,6 +68,15 @@ def run(options: RecommendOptions) -> None:
         for line in [] if options.export is None else _export(options.export.value, result.plan, path):
             if not options.json:
                 typer.echo(line)
+
+
+def _page(out: Path) -> Path | None:
+    """Return the page of the folder's records; None, and why is said, where those of another command are damaged."""
+    try:
+        return write_report([out], out / "report.html")
+    except ValueError as error:
+        errors.print(plain(f"no page of these records: {error}"), soft_wrap=True)
+        return None
 
 
 def _export(to: str, plan: Plan, path: Path) -> list[str]:

@@ -49,7 +49,7 @@ def run(options: RecommendOptions) -> None:
     )
     try:
         with progress_bar() as bar:
-            task = bar.add_task("drafts", total=len(prompts) * len(trial.methods) * len(trial.budgets))
+            task = bar.add_task("drafts", total=len(prompts) * len(trial.caches))
             choices = measured(model, prompts, trial, lambda: bar.advance(task))
     finally:
         restore(model)

@@ -12,7 +12,7 @@ import typer
 
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
-from sparseattn.core.budget import Budget, budget_label
+from sparseattn.core.budget import Budget, Mass, budget_label
 from sparseattn.core.no_effect import idle_budget, refuse
 from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
 from sparseattn.recommend.defaults import BUDGETS, DRAFT_BUDGETS, METHODS, SERVED
@@ -189,6 +189,11 @@ class RecommendOptions:
     def __post_init__(self) -> None:
         if None in self.budgets:
             raise ValueError("--budget takes tokens, shares or masses, got 'all': full attention is always a candidate")
+        if self.predicted and (masses := [budget for budget in self.budgets if isinstance(budget, Mass)]):
+            raise ValueError(
+                f"what {masses[0]} reads is measured, not predicted: give --machine, --context and --batch budgets in "
+                f"tokens or shares"
+            )
         if self.vllm:
             self._check_for_vllm()
         if not self.lossless and self.drafts != DRAFTS:

@@ -18,12 +18,13 @@ from sparseattn.serving.vllm.defaults import ABOVE
 MOST_WINDOWS = 1000  # that a user may be told to verify on
 
 
-def say(result: Recommendation, plan: Path, why: Path, drawn: Path) -> None:
+def say(result: Recommendation, plan: Path, why: Path, drawn: Path | None) -> None:
     """Print cost, error, the best single method, where the plan lies, and the next command; and what is in doubt."""
     screen = Screen()
     for line in (*doubts(result), _cost(result), _error(result), _best_single(result)):
         screen.print(line, soft_wrap=True)
-    screen.print(f"Plan: {plan}; why, layer by layer: {why}; to look at: {drawn}", soft_wrap=True)
+    page = "" if drawn is None else f"; to look at: {drawn}"
+    screen.print(f"Plan: {plan}; why, layer by layer: {why}{page}", soft_wrap=True)
     screen.print(f"Next: {_next(result, plan)}", soft_wrap=True)
 
 

@@ -184,7 +184,7 @@ def budget_label(budget: Budget) -> str:
         return "all"
     if isinstance(budget, (str, Mass)):
         return str(budget)
-    return f"{budget:.6g}" if isinstance(budget, int) else f"{100 * budget:.6g}%"
+    return str(budget) if isinstance(budget, int) else f"{100 * budget:.6g}%"
 
 
 def budget_record(budget: Budget) -> Any:

@@ -230,7 +230,8 @@ def _weights(config: Mapping[str, Any], query: int, kv: int, stored: int | None)
             f"give the folder in which its safetensors files lie too"
         )
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    needed = ["num_experts_per_tok"] if experts else ["intermediate_size"]
+    needed = ["num_experts_per_tok"] if experts else []
+    needed += [] if experts and "moe_intermediate_size" in config else ["intermediate_size"]
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     for name in needed:
         if name not in config:

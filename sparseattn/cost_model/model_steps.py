@@ -67,14 +67,17 @@ class Workload:
         return max(math.floor(free / bytes_each), 0)
 
     def largest_context(self) -> int | None:
-        """Return how many tokens of each of these sequences fit; None where the machine's memory is not known."""
+        """Return how many tokens of each of these sequences fit; None where the machine's memory is not known.
+
+        Where all layers slide any number does, and it is what the model was made for.
+        """
         if self.machine.memory is None:
             return None
         low, high = 0, FAR
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if replace(self, context=middle).fits() else (low, middle - 1)
-        return low
+        return low if low < FAR else self.model.longest
 
     def weights_seconds(self) -> float:
         """Return what the products with the weights take in a step."""

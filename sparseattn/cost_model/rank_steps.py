@@ -131,9 +131,14 @@ class Dealt:
 
 
 def rank_steps(dealt: Dealt, methods: Sequence[str], budget: Rows, exact: bool = True) -> list[RankStep]:
-    """Return the dense step and each method's; one that cannot be predicted says why."""
+    """Return the dense step and each method's; one that cannot be predicted says why.
+
+    Raises:
+        ValueError: no such method.
+    """
     steps = [dealt.dense()]
     for spec in methods:
+        make_selector(spec)
         try:
             steps.append(dealt.method(spec, budget, exact))
         except ValueError as error:

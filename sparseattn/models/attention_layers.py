@@ -16,6 +16,7 @@ from sparseattn.models.attention_routing import Call, beyond_softmax
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe
 from sparseattn.models.exclusive import quiet
+from sparseattn.models.input_device import input_device
 from sparseattn.models.native_index import CachedIndex, NativeIndex, native_index
 from sparseattn.models.transformers_classes import DynamicCache
 
@@ -75,7 +76,7 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
                 far = 2 * config.max_position_embeddings + torch.arange(TOKENS)
                 watch.outputs_too = False
                 with _choosing_as_before(calls.values()):
-                    probe(model, original, ids, position_ids=far[None].to(model.device))
+                    probe(model, original, ids, position_ids=far[None].to(input_device(model)))
                 ropes = {i: rope for i, rope in ropes.items() if _applied(rope, watch, i, far)}
     sharing = {index: [other for other in keys if keys[other] == keys[index]] for index in keys}
     described = {}

@@ -29,6 +29,7 @@ from sparseattn.models.attention_routing import (
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
 from sparseattn.models.exclusive import alone, quiet
+from sparseattn.models.input_device import input_device
 from sparseattn.models.lookahead_queries import Foresight
 from sparseattn.models.native_choice import NativeChoice, choice_of
 from sparseattn.models.native_index import key_bytes, native_lists
@@ -295,14 +296,14 @@ def _prefill(
     with recorder.foresight, recorder.watch, _listening(model, original, recorder):
         for start in range(0, tokens, chunk):
             recorder.chunk(start)
-            ids = input_ids[:, start : start + chunk].to(model.device)
+            ids = input_ids[:, start : start + chunk].to(input_device(model))
             try:
                 model.base_model(input_ids=ids, use_cache=True, **cache_argument(cache))
             except _Enough:
                 pass
             except torch.OutOfMemoryError as error:
                 raise ModelError(
-                    f"{model.device} is out of memory at token {start} of {tokens}, try a smaller chunk than {chunk}"
+                    f"{ids.device} is out of memory at token {start} of {tokens}, try a smaller chunk than {chunk}"
                 ) from error
             if progress is not None:
                 progress(min(start + chunk, tokens), tokens)
@@ -318,7 +319,7 @@ def probe(model: Any, original: str, input_ids: Tensor, **inputs: Any) -> dict[i
         return delegate(call, original)
 
     with _listening(model, original, listener):
-        model.base_model(**{"input_ids": input_ids.to(model.device), "use_cache": False, **inputs})
+        model.base_model(**{"input_ids": input_ids.to(input_device(model)), "use_cache": False, **inputs})
     if not calls:
         raise ModelError(
             f"{name_of(model)} runs no softmax attention through transformers' AttentionInterface, so there is none to "

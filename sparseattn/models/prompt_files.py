@@ -20,6 +20,7 @@ from sparseattn.cache import prompt_files
 from sparseattn.cache.prompt_files import FORMAT, VERSION, WHAT, PromptFileError
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.index_keys import KeepsIndex
+from sparseattn.models.input_device import input_device
 from sparseattn.models.native_layer import NativeLayer
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.models.transformers_classes import DynamicLayer, DynamicSlidingWindowLayer
@@ -37,6 +38,7 @@ class SavedModel(Protocol):
 
     model: Any
     layers: list[Any]
+    prepared: Any
 
     @property
     def real(self) -> Tensor | None: ...
@@ -75,9 +77,9 @@ def load(cache: SavedModel, path: str | os.PathLike[str]) -> Tensor | None:
             _check(layer, entry)
         real = tensors.pop(REAL, None)
         by_layer = _by_layer(tensors, len(cache.layers))
-        device = next(iter(cache.model.parameters())).device
-        for layer, entry, parts in zip(cache.layers, said["layers"], by_layer, strict=True):
-            _fill(layer, entry, parts, device)
+        known, others = cache.prepared.layers, input_device(cache.model)
+        for index, (layer, entry, parts) in enumerate(zip(cache.layers, said["layers"], by_layer, strict=True)):
+            _fill(layer, entry, parts, known[index].device if index in known else others)
         return real
     except (ValueError, KeyError, TypeError) as error:
         cache.reset()

@@ -21,8 +21,8 @@ SLOTS = 1024  # of a selection that may wait for that, and be held so long
 
 
 def _number(rows: Tensor) -> int | Tensor:
-    """Return rows as a number; a tensor on a GPU, for which no step waits."""
-    return rows if rows.is_cuda else int(rows)
+    """Return rows as a number; a tensor on a GPU, for which no step waits, of float64, whose sums stay exact."""
+    return rows.double() if rows.is_cuda else int(rows)
 
 
 class SparseHeads:

@@ -12,6 +12,7 @@ from sparseattn.core.budget import Budget, budget_label
 from sparseattn.models.drafts.blocks import TimedTokens, advance, loop_behind
 from sparseattn.models.drafts.length import FixedLength
 from sparseattn.models.prefill import Prefill
+from sparseattn.selectors.registry import as_selector
 
 GAIN = 1.05  # times plain decoding below which drafts are not worth recommending
 
@@ -69,6 +70,15 @@ class DraftTrial:
     window: int
     chunk: int
 
+    @property
+    def caches(self) -> list[tuple[str, Budget]]:
+        """Each method with its budgets; one that no budget changes has the first."""
+        return [
+            (method, budget)
+            for method in self.methods
+            for budget in (self.budgets if as_selector(method).uses_budget else self.budgets[:1])
+        ]
+
 
 def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Callable[[], None]) -> list[DraftChoice]:
     """Return what each way to draft gives, the fastest first; plain dense steps are among them.
@@ -85,22 +95,21 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
     blocks: dict[tuple[str, Budget, int, bool], list[tuple[TimedTokens, TimedTokens]]] = {}
     for ids in prompts:
         prefill = Prefill(model, ids, chunk=trial.chunk)
-        for method in trial.methods:
-            for budget in trial.budgets:
-                room = ids.shape[1] + (trial.tokens + 16) * (2 * len(trial.drafts) + 3)
-                cache = prefill.cache(method, budget, sink=trial.sink, window=trial.window, capacity=room)
-                length = FixedLength(max(trial.drafts))
-                loop = loop_behind(prefill, cache, ids, length)
-                advance(loop, 1)  # compiles, and builds the index
-                each_chose = loop.each_chose()
-                length.drafts = 0
-                plain = advance(loop, trial.tokens)
-                for drafts in trial.drafts:
-                    for choose_once in (False, True) if each_chose and drafts > 1 else (False,):
-                        length.drafts, loop.choose_once = drafts, choose_once
-                        timed = advance(loop, trial.tokens), plain
-                        blocks.setdefault((method, budget, drafts, choose_once), []).append(timed)
-                done()
+        for method, budget in trial.caches:
+            room = ids.shape[1] + (trial.tokens + 16) * (2 * len(trial.drafts) + 3)
+            cache = prefill.cache(method, budget, sink=trial.sink, window=trial.window, capacity=room)
+            length = FixedLength(max(trial.drafts))
+            loop = loop_behind(prefill, cache, ids, length)
+            advance(loop, 1)  # compiles, and builds the index
+            each_chose = loop.each_chose()
+            length.drafts = 0
+            plain = advance(loop, trial.tokens)
+            for drafts in trial.drafts:
+                for choose_once in (False, True) if each_chose and drafts > 1 else (False,):
+                    length.drafts, loop.choose_once = drafts, choose_once
+                    timed = advance(loop, trial.tokens), plain
+                    blocks.setdefault((method, budget, drafts, choose_once), []).append(timed)
+            done()
     choices = [_choice(*key, pairs) for key, pairs in blocks.items()]
     plainly = [plain for pairs in blocks.values() for _, plain in pairs]
     choices.append(DraftChoice("", None, 0, _rate(plainly), 1.0, None))

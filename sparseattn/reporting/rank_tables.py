@@ -12,7 +12,7 @@ from sparseattn.reporting.table import Column, Table
 def link_line(dealt: Dealt) -> str:
     """Return what the link is."""
     link = dealt.link
-    return f"Link: {link.name}, {link.bandwidth / 1e9:,.0f} GB/s, {1e6 * link.latency:.0f} us a message ({link.source})"
+    return f"Link: {link.name}, {link.bandwidth / 1e9:,.3g} GB/s, {1e6 * link.latency:.3g} us a message ({link.source})"
 
 
 def rank_table(dealt: Dealt, steps: Sequence[RankStep], budget: str, exact: bool) -> Table:

@@ -16,13 +16,19 @@ BEGINNING = 64  # entries of each parameter
 
 
 def fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Of names and parameters. In bfloat16, so that a model loaded in 32 bits and in 16 has one fingerprint."""
+    """Of names and parameters. In bfloat16, so that a model loaded in 32 bits and in these has one fingerprint."""
     parts = {name: _whole(value.detach()).flatten()[:BEGINNING].to(torch.bfloat16) for name, value in parameters}
     return tensors_hash(parts)[:16]
 
 
 def _whole(value: Tensor) -> Tensor:
-    """Return a parameter of which processes may have a part each, one at a time: all of them come here together."""
+    """Return a parameter of which processes may have a part each, one at a time: all of them come here together.
+
+    Raises:
+        ValueError: it is offloaded, so that nothing of it lies anywhere now.
+    """
+    if value.is_meta:
+        raise ValueError("this model's weights are offloaded, so they have no fingerprint: load it without offloading")
     gathered: Callable[[], Tensor] | None = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
 

@@ -191,8 +191,8 @@ class Roles:
         return {**out, "meta": self.meta} if self.meta else out
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, whole or not at all."""
-        write_atomic(path, (json.dumps(self.record(), indent=1) + "\n").encode())
+        """Write the file, whole or not at all; ValueError where it would hold a number that JSON has not."""
+        write_atomic(path, (json.dumps(self.record(), indent=1, allow_nan=False) + "\n").encode())
 
     @classmethod
     def load(cls: type[Some], path: str | os.PathLike[str], trusted: Collection[str] = ()) -> Some:

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,15 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        for part in torch.atleast_1d(tensor.detach().cpu()):  # a row at a time: `contiguous` copies views
-            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
+        for part in torch.atleast_1d(tensor.detach().cpu()):  # a row at a time: views are copied
+            digest.update(bytes_of(part))
     return digest.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the contents of a tensor of the CPU as an array of bytes, in the order of its numbers."""
+    # By strides, as a view of a single number counts as contiguous and keeps those that it had.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def file_hash(path: str | os.PathLike[str]) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.utils.files import naming, replacing
-from sparseattn.utils.hashing import tensors_hash
+from sparseattn.utils.hashing import bytes_of, tensors_hash
 
 HASH = "sha256"  # the metadata entry
 TENSORS_HASH = "tensors"  # that of older versions, over the tensors alone
@@ -74,7 +74,7 @@ def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str,
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        file.write(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+        file.write(bytes_of(tensors[name]).data)
 
 
 def load_tensors(

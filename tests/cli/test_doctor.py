@@ -19,6 +19,7 @@ from sparseattn.cost_model.known_models import named
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.diagnosis import diagnosed
 from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.roles.roles import Roles
 from sparseattn.serving.vllm import defaults
 from sparseattn.serving.vllm.diagnosis import diagnosed_for_vllm
 from sparseattn.serving.vllm.settings import parse
@@ -126,6 +127,13 @@ def test_lines_as_json(folder: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["method"] for line in lines] == [None, "quest", "quest"]
     assert [line["rows_read"] for line in lines] == [300, 140, 140]
+
+
+def test_dense_layers_hold_beside_roles(folder: Path, tmp_path: Path) -> None:
+    Roles(dict.fromkeys(range(3), "quest")).save(tmp_path / "roles.json")
+    done = run(f"doctor --roles {tmp_path}/roles.json --budget 64 --dense-layers 2 --length 300 --json", folder)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["rows_read"] for line in lines] == [300, 300, 140], done.output
 
 
 def test_for_vllm_the_defaults_are_those_that_serve_starts_with(folder: Path) -> None:

@@ -65,6 +65,7 @@ def test_a_mass_is_written_and_read_back() -> None:
         assert parse_budget(str(mass)) == mass
         assert parse_budget(json.loads(json.dumps(budget_record(mass)))) == mass
         assert budget_label(mass) == str(mass)
+        assert parse_budget(budget_label(1_048_577)) == 1_048_577
     assert budget_rows(Mass(0.9, 64), 1000) == 64
     assert budget_rows("mass:0.9", 1000) == 1000
     assert sorted([64, Mass(0.9), 2000, Mass(0.5, 10)], key=lambda one: budget_order(one, 1000)) == [

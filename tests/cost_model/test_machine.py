@@ -150,6 +150,10 @@ def test_the_command_predicts_and_says_so() -> None:
         (["h100", "--out", "x.json"], "--out needs --model, or no machine name"),
         (["h100", "--selector", "quest", "--budget", "8"], "less than one span"),
         (["h100", "--selector", "retrieval"], "host memory"),
+        (["h100", "--model", "llama-3.1-8b", "--context", "0"], "--context must be 1 or more"),
+        (["h100", "--shape", "8,4,64"], "--shape needs --selector, or no machine name"),
+        (["h100", "--model", "llama-3.1-8b", "--ranks", "8", "--selector", "qeust"], "no selector is called 'qeust'"),
+        (["--out", "."], "--out must be a file, and . is a folder"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(arguments: list[str], said: str) -> None:

@@ -121,6 +121,7 @@ def test_a_config_of_a_folder(tmp_path: Path) -> None:
         ({"num_key_value_heads": "absent"}, "num_key_value_heads is missing"),
         ({"intermediate_size": "absent"}, "intermediate_size is missing"),
         ({"num_experts": 8}, "num_experts_per_tok is missing"),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": "absent"}, "intermediate_size is missing"),
         ({"model_type": "gemma3_text"}, "head_dim is missing"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"kv_lora_rank": 512}, "latent attention"),

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from sparseattn.cli.app import app
+from sparseattn.cli.recommend import _page
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.error_sensitivity import _Watched, observe
 from sparseattn.models.prefill import Prefill
@@ -490,6 +491,7 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
         (["--for", "vllm", "--by", "head"], "leave out --by head"),
         (["--for", "vllm", "--budget", "1%"], "vLLM needs budgets in tokens, such as --budget 64,256, got 1%"),
         (["--plan", "plan"], "--plan must end in .json"),
+        (["--machine", "h100", "--budget", "mass:0.5"], "what mass:0.5 reads is measured, not predicted"),
         (["--budget", "64,all"], "--budget takes tokens, shares or masses, got 'all'"),
         (["--machine", "h100", "--selector", "retrieval"], "the cost of 'retrieval' in layer 0 is not known"),
         (["--machine", "b300"], "a machine is one of"),
@@ -510,3 +512,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, more: list[str], words: st
     done = run(*SHORT, *more, "--out", tmp_path / "out")
     assert done.exit_code == 2
     assert words in " ".join(done.output.split())
+
+
+def test_the_same_text_under_two_names_is_no_text_held_out(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("The same words. " * 100)
+    done = run(*SHORT, "--text", tmp_path / "a.txt", "--text", tmp_path / "b.txt", "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "b.txt and a.txt are the same text: name it once" in " ".join(done.output.split())
+
+
+def test_records_of_another_command_that_are_damaged_cost_the_page_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bench.jsonl").write_text('{"broken')
+    assert _page(tmp_path) is None
+    assert "no page of these records: " in capsys.readouterr().err

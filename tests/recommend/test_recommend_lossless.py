@@ -40,7 +40,7 @@ def test_it_measures_each_way_and_says_which_is_fastest(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "lossless.json").read_text())
     ways = [(choice["selector"], choice["budget"], choice["drafts"]) for choice in record["choices"]]
-    assert sorted(ways) == [("", None, 0), *[("window", budget, k) for budget in ("16", "32") for k in (1, 3)]]
+    assert sorted(ways) == [("", None, 0), *[("window", "16", k) for k in (1, 3)]], "no budget changes it"
     gains = [choice["to_plain"] for choice in record["choices"]]
     assert gains == sorted(gains, reverse=True)
     assert record["chosen"] in record["choices"]

@@ -118,6 +118,11 @@ def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert Estimates.load(out).selector == repr(Quest())
     assert "scale" in done.output
+    folder = tmp_path / "one-head"
+    folder.mkdir()
+    synthetic(200, heads=1, group=1, size=16).save(folder / "trace.safetensors")
+    done = runner.invoke(app, ["calibrate", str(folder), *words[2:], "--out", str(folder / "quest.safetensors")])
+    assert done.exit_code == 0, done.output
     again = runner.invoke(app, [*words[:4], "--out", str(out)])
     assert again.exit_code != 0
     shown = json.loads(runner.invoke(app, ["info", str(out), "--json"]).output)

@@ -211,7 +211,7 @@ def test_budgets_beyond_any_context_are_refused() -> None:
     for budget in (10**400, "9" * 400, "mass:0.5:" + "9" * 400):
         with pytest.raises(ValueError, match=r"a budget is at most 1,000,000,000,000,000 rows"):
             Role("quest", budget)
-    assert budget_label(parse_budget("1000000000000000")) == "1e+15"
+    assert budget_label(parse_budget("1000000000000000")) == "1000000000000000"
 
 
 def test_a_machines_field_is_named(tmp_path: Path) -> None:

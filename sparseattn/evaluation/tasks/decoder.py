@@ -16,6 +16,7 @@ from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
+from sparseattn.models.input_device import input_device
 from sparseattn.models.stats import Stats
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
@@ -164,7 +165,7 @@ class ModelDecoder:
         return made
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], device=self.model.device)
+        return torch.tensor([list(tokens)], device=input_device(self.model))
 
 
 class ModelSession:

@@ -203,7 +203,10 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
                 f"{every} KV heads, of {group} query heads each, and {batch} sequences"
             )
         which = [self._map(anchor, every)[head] for head in self.head_numbers(heads)]
-        start, length, bias = (_of_heads(x, which, every) for x in (chosen.start, chosen.length, chosen.bias))
+        start, length, bias = (
+            _of_heads(x if x is None else x.to(query.device), which, every)  # layers may lie on several devices
+            for x in (chosen.start, chosen.length, chosen.bias)
+        )
         assert start is not None
         assert length is not None
         nothing = torch.zeros(batch, start.shape[1], dtype=torch.int64, device=start.device)
