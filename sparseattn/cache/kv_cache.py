@@ -147,6 +147,7 @@ class KVCache(CacheEdits):
             input_checks.check_fixed(sink, selector.unit, capacity, self.sealed_device)
             self._shown.fix(capacity, seal)
         self._decoded = False
+        self._group: int | None = None  # query heads of each KV head, once a step has come
         self._granted: tuple[Budget, int | None] = (None, None)  # the last budget in rows, and what it allows
 
     def _deal_of(self, ranks: Ranks | None, indexes: str | os.PathLike[str] | None, exact: bool) -> Deal:
@@ -353,6 +354,9 @@ class KVCache(CacheEdits):
             stored.require()
         if not (isinstance(query, Tensor) and _fits(query, keys)):
             input_checks.check_query(query, stored.keys.full)
+        if query.shape[2] != self._group:
+            _, heads, self._group, size = query.shape
+            self.selector.check_shape(heads, self._group, size)
         if not query.is_cuda and not math.isfinite(query.sum()):
             input_checks.check_finite(query=query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):

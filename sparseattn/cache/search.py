@@ -14,6 +14,7 @@ from sparseattn.cache.abilities import Abilities
 from sparseattn.cache.rank_choice import RankChoice
 from sparseattn.cache.ranks import Ranks
 from sparseattn.cache.rows import StoredRows
+from sparseattn.cache.written_in_place import only_read
 from sparseattn.core.budget import Allowance
 from sparseattn.core.mass import Promise, cut
 from sparseattn.core.selection import Selection, Tail, Weighed
@@ -135,12 +136,22 @@ class Search:
         if weighed_here:
             unsealed_lse = lambda: self.unsealed_lse(query).to(there.device)  # noqa: E731
         self.latest_tail = self.latest_promise = None
-        self.latest = self._chosen(there, allowed, unsealed_lse, counted)
+        if self.check:
+            with only_read(self.selector, query=there, **self._shown()):
+                self.latest = self._chosen(there, allowed, unsealed_lse, counted)
+        else:
+            self.latest = self._chosen(there, allowed, unsealed_lse, counted)
         self._latest_sealed = [*self.stored.zones.sealed]
         self.lookahead = None  # it was of this step
         if weighed_here and counted:
             self.latest = self._also_read(self.latest)
         return self.latest
+
+    def _shown(self) -> dict[str, Tensor]:
+        """Return what the selector sees of the cache at a step, by the names that it has there."""
+        if not self.stored.zones.zone:
+            return {}
+        return {"step.valid": self.stored.sealed.valid.visible, "step.positions": self.stored.newest}
 
     def _kept(self, counted: bool) -> Selection:
         """Return the last selection, whose choice cost nothing now."""

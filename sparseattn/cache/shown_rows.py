@@ -11,8 +11,9 @@ from sparseattn.cache.abilities import Abilities
 from sparseattn.cache.index_files import append_kept
 from sparseattn.cache.rows import StoredRows
 from sparseattn.cache.state_checks import append_first
+from sparseattn.cache.written_in_place import only_read
 from sparseattn.codecs.base import RowCodec
-from sparseattn.selectors.base import Selector
+from sparseattn.selectors.base import Rows, Selector
 
 
 def unit_of(selector: Selector, codec: RowCodec | None = None) -> int:
@@ -69,15 +70,21 @@ class ShownRows:
         rows = self.stored.seal(each, decoded)
         if not (new := rows.keys.shape[2]):  # all are other processes'
             order = None
-        elif not first:
-            order = self.selector.append(rows)
-        elif self.indexes is None:
-            order = append_first(self.selector, rows)
-        else:  # the prompt's, not what decoding adds
-            order = append_kept(self.selector, rows, self.indexes)
+        else:
+            shown = {"rows.keys": rows.keys, "rows.values": rows.values, "rows.positions": rows.positions}
+            with only_read(self.selector, **shown):
+                order = self._order(rows, first)
         self.stored.settle(order, new)
         self.stored.publish()
         self.refresh()
+
+    def _order(self, rows: Rows, first: bool) -> Tensor | None:
+        """Show the selector rows, and return in which order it wants them."""
+        if not first:
+            return self.selector.append(rows)
+        if self.indexes is None:
+            return append_first(self.selector, rows)
+        return append_kept(self.selector, rows, self.indexes)  # the prompt's, not what decoding adds
 
     def refresh(self) -> None:
         """Bring the selector's view of the stored keys up to date; where a codec keeps the rows, only what reads

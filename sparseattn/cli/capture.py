@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def _captured(
             ahead=options.ahead,
             chunk=options.chunk,
             model_id=options.model,
-            text={"name": getattr(passage.source, "name", passage.source), "sha256": digest},
+            text={"name": _text(getattr(passage.source, "name", passage.source)), "sha256": digest},
             pieces=passage.pieces,
             keep=keep,
             progress=progress,
@@ -163,3 +164,8 @@ def _traces(texts: list[str | Path], out: Path) -> dict[Path, str | Path]:
                 raise ValueError(f"{traces[target]} and {source} would both be written to {target}: rename one")
             traces[target] = source
     return traces
+
+
+def _text(name: str) -> str:
+    """Return a text's name as JSON can hold it: one of a file that is no UTF-8 has its bytes written out."""
+    return os.fsencode(name).decode(errors="backslashreplace")

@@ -56,8 +56,8 @@ class TrainOptions:
     held_out: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Trace file or folder to validate on. Repeat the option for several. Default: 1 in 5 of the prompts "
-            "in TRACES."
+            help="For saap: trace file or folder to validate on. Repeat the option for several. Default: 1 in 5 of the "
+            "prompts in TRACES."
         ),
     ] = None
     layers: shared.Layers = None
@@ -168,8 +168,9 @@ class TrainOptions:
     width: Annotated[
         int,
         typer.Option(
-            help=f"For {HATA} and {HASHATTENTION}: bits of a code (default: 32); for {INDEXER}: dimensions "
-            f"(default: 8); for {SEER}: tokens of a block (default: 64)."
+            help=f"For {HATA} and {HASHATTENTION}: bits of a code (default: 128 and 32); for {INDEXER}: dimensions "
+            f"(default: 8); for {SEER}: tokens of a block (default: 64).",
+            show_default=False,
         ),
     ] = 0
     objective: Annotated[

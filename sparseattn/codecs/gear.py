@@ -101,6 +101,8 @@ class Gear(RowCodec):
         for _ in range(LOOPS if rank else 0):
             left = torch.linalg.qr(lost @ torch.linalg.qr(right).Q).Q
             right = lost.mT @ left
+        size = right.norm(dim=2, keepdim=True).sqrt()  # [B,H,1,r] of both parts, which 16 bits hold
+        left, right = left * size, right / torch.where(size > 0, size, 1.0)
         short = rank - left.shape[3]  # fewer rows than ranks
         left, right = (torch.nn.functional.pad(part, (0, short)) for part in (left, right))
         return {f"{name}_left": left.to(half), f"{name}_right": right[:, :, None].to(half)}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseattn.codecs.base import ONCE, ROW, Kept, NewRows, RowCodec
 from sparseattn.kernels.attend_quantized.reference import packed, unpacked, width
+from sparseattn.utils.hashing import stream
 
 ROUNDS = 50  # of k-means, KVQuant's
 SAMPLE = 1 << 14  # numbers of a head that it sees
@@ -97,7 +98,7 @@ class KVQuant(RowCodec):
     def _learnt(self, numbers: Tensor) -> Tensor:
         """`[2,2^bits]` of the numbers `[n]` of a head."""
         count = 1 << self.bits
-        numbers = numbers[:: max(len(numbers) // SAMPLE, 1)].sort().values
+        numbers = numbers[_sample(len(numbers)).to(numbers.device)].sort().values
         if not len(numbers):
             return numbers.new_zeros(2, count)
         middle = (torch.arange(count, device=numbers.device) + 0.5) / count * len(numbers)
@@ -153,6 +154,18 @@ def _in_units(numbers: Tensor, span: Tensor) -> Tensor:
     """`[B,H,n,D]`: numbers from their middle in units of their reach; span: `[B,H,1 or n,2,D or 1]`."""
     middle, reach = span.float().unbind(3)
     return (numbers - middle) / torch.where(reach > 0, reach, 1.0)
+
+
+def _sample(count: int) -> Tensor:
+    """Return places of `SAMPLE` numbers of `count`, or all.
+
+    One at random of each stretch: equal steps would take the same channel of every row where they are as long as one.
+    """
+    if count <= SAMPLE:
+        return torch.arange(count)
+    first = torch.arange(SAMPLE + 1) * count // SAMPLE
+    wide = first[1:] - first[:-1]
+    return first[:-1] + (torch.rand(SAMPLE, generator=stream(0, "kvquant"), dtype=torch.float64) * wide).long()
 
 
 def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:

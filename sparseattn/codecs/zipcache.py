@@ -78,7 +78,7 @@ class ZipCacheRows(RowCodec):
             place = torch.where(mine, number if name == "high" else -1 - number, place).int()
             count = int(mine.sum(2).max()) if mine.numel() else 0
             taken = mine.byte().argsort(dim=2, descending=True, stable=True)[:, :, :count]  # [B,H,E]
-            keys, own = self._by_channel(rows.keys.float(), mine, getattr(self, name), rows.half)
+            keys, own = self._by_channel(rows.keys.float(), mine & rows.real, getattr(self, name), rows.half)
             levels.append(own)
             values, of_values = round_rows(divided, getattr(self, name), rows.half, divided.shape[3])
             for part, whole in (("keys", keys), ("values", values), ("levels", of_values.flatten(3))):

@@ -121,6 +121,10 @@ class Scan:
     tail: float = 0.0
     expected: str = ""
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.scanned < math.inf and 0 <= self.read < math.inf):
+            raise ValueError(f"a Scan is of 0 or more entries and bytes, got {self.scanned} and {self.read}")
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -238,7 +238,8 @@ class _Run:
         tokens, last = self.trace.tokens, self.how.last
         for t in range(tokens - last, tokens):
             append_rows(cache, layer, self.positions, t, t + 1)
-            query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
+            # [1,H,G,D]; a trace may hold the last queries only. A copy, so that no method can change the trace.
+            query = layer.query[None, :, :, t - tokens].to(torch.float32, copy=True)
             input_checks.check_finite(query=query)
             if cache.selector.find(LooksAhead):
                 assert layer.ahead is not None  # check_replay

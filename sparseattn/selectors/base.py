@@ -20,7 +20,18 @@ from sparseattn.core.step_cost import Launch, Scan, scored_by_torch, sorted_best
 from sparseattn.kernels.group_vote.dispatch import GROUPS as GROUPS
 from sparseattn.kernels.group_vote.dispatch import vote as vote
 from sparseattn.kernels.topk.dispatch import best as best
-from sparseattn.selectors.abilities import EstimatesMass, HostOnly, LearnsFromQueries, ReadsKeys, ReadsRoundedKeys
+from sparseattn.selectors.abilities import (
+    EstimatesMass,
+    Evicts,
+    FollowsChecks,
+    FollowsMoves,
+    HasTail,
+    HostOnly,
+    LearnsFromQueries,
+    Observes,
+    ReadsKeys,
+    ReadsRoundedKeys,
+)
 from sparseattn.selectors.identity import Named, identity
 from sparseattn.selectors.rows import Rows as Rows
 from sparseattn.selectors.state import Stateful
@@ -301,6 +312,8 @@ class Selector(Stateful, Named, ABC):
         scans = {rows: self.scan(query, rows, budget) if rows else nothing for rows in {*step.sealed}}
         if None in scans.values():
             return selection
+        if other := [scan for scan in scans.values() if not isinstance(scan, Scan)]:
+            raise ValueError(f"{self!r} returned {type(other[0]).__name__} from scan, which returns a Scan or None")
         each = [scan for rows in step.sealed if (scan := scans[rows]) is not None]
         device, lists = selection.start.device, selection.start.shape[1]
         scanned = torch.tensor([[int(scan.scanned)] for scan in each], device=device).expand(-1, lists)
@@ -377,6 +390,13 @@ def _refuse_old_form(cls: type[Selector]) -> None:
             raise TypeError(
                 f"{cls.__name__} sets {name} = {own!r}: a class now names {ability} in its bases "
                 f"(sparseattn.selectors.abilities), and an instance that lacks it says so in `has`"
+            )
+    for ability in (EstimatesMass, Evicts, FollowsChecks, FollowsMoves, HasTail, Observes):
+        own_methods = sorted(ability.__abstractmethods__ & vars(cls).keys())
+        if own_methods and not issubclass(cls, ability):
+            raise TypeError(
+                f"{cls.__name__} defines {own_methods[0]}, which nobody calls unless the class names "
+                f"{ability.__name__} in its bases (sparseattn.selectors.abilities)"
             )
     if "cost" in vars(cls):
         raise TypeError(

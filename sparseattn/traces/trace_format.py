@@ -199,13 +199,24 @@ def check_pieces(pieces: object, tokens: int) -> tuple[str, ...] | None:
         raise TraceError(f"a trace's pieces are texts, one a token, got {pieces!r:.60}")
     if len(pieces) != tokens:
         raise TraceError(f"a trace of {tokens} tokens has as many pieces of text, got {len(pieces)}")
+    for piece in pieces:
+        _check_whole(piece, "pieces")
     return tuple(pieces)
+
+
+def _check_whole(text: str, where: str) -> None:
+    """Refuse half characters, as of a file's name that is no UTF-8: no reader of JSON takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TraceError(f"a trace's {where} are whole Unicode characters, got {text!r:.60}") from error
 
 
 def json_of(meta: Mapping[str, Any]) -> str:
     """`meta` as a file holds it."""
     check_meta(meta)
     try:
+        _check_whole(json.dumps(meta, sort_keys=True, allow_nan=False, ensure_ascii=False), "texts")
         return json.dumps(meta, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise TraceError(f"a trace's meta is what JSON can hold: {error}") from error

@@ -38,7 +38,7 @@ from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.devices import usable_device
 from sparseattn.utils.hashing import stream
 
-WIDTHS = {"hata": 32, "hashattention": 32, "indexer": 8, "seer": 64}  # of each method by default
+WIDTHS = {"hata": 128, "hashattention": 32, "indexer": 8, "seer": 64}  # of each method by default
 METHODS, OBJECTIVES = tuple(WIDTHS), ("attention", "hata")
 RATES = {"attention": 0.01, "hata": 0.1}  # by objective
 OWN_RATES = {
@@ -54,7 +54,8 @@ class IndexRecipe:
 
     Args:
         method: "hata", "hashattention", "indexer" or "seer".
-        width: bits of a hash code, dimensions, or for "seer" rows of a block; 0: 32 bits, 8 dimensions, 64 rows.
+        width: bits of a hash code, dimensions, or for "seer" rows of a block; 0: 128 bits for "hata" and 32 for
+            "hashattention", as in their papers, 8 dimensions, 64 rows.
         objective: "attention": cross entropy of the attention from the scores; "hata": that method's own loss.
         steps: of each layer.
         rate: highest learning rate; None: .01, .03 for "indexer", .003 for "hashattention" and "seer", .1 with the

@@ -697,8 +697,9 @@ HOW = {
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("how", HOW)
 def test_what_a_selector_keeps_outside_state_is_refused_at_its_first_seal(how: str, grad) -> None:
+    wrong = Wrong(how)
     with grad():
-        cache = KVCache(Wrong(how), sink=0, window=0)
+        cache = KVCache(wrong, sink=0, window=0)
         for _ in range(2):  # a reset does not make it right
             cache.append(*torch.randn(2, 1, 1, 64, 8))
             with pytest.raises(ValueError, match=r"State made in the constructor, tensors in a RowBuffer"):

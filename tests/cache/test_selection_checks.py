@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import Exact, KVCache, MagicPIG, Rows, Selection, Selector, Tail, decode, evaluate
+from sparseattn import Exact, KVCache, MagicPIG, Rows, Selection, Selector, Tail, decode, evaluate, make_selector
 from sparseattn.cache.selection_checks import ContractError, check, check_tail
 from sparseattn.core.context import StepContext
+from sparseattn.core.step_cost import Scan
 from sparseattn.evaluation.recall_sweep import curve
 from sparseattn.traces.synthetic import synthetic
+from sparseattn.training.index_run import IndexRecipe, train_index
 from tests.command import run
 
 B, H, G, D = 2, 2, 3, 8
@@ -209,3 +212,60 @@ def test_eval_ends_with_one_sentence(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "rows for a budget of 20" in done.stderr
     assert "Traceback" not in done.output
+
+
+WRITES: dict[str, Callable[[Rows | None, Tensor | None, StepContext | None], object]] = {
+    "rows.keys": lambda rows, query, step: rows and rows.keys.div_(2),
+    "rows.values": lambda rows, query, step: rows and rows.values[..., 0].zero_(),
+    "query": lambda rows, query, step: None if query is None else query.float().mul_(2),
+    "step.valid": lambda rows, query, step: step and step.valid[:, ::2].zero_(),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_a_selector_is_shown_is_not_its_own(what: str) -> None:
+    class Writes(Exact):
+        def append(self, rows: Rows) -> None:
+            WRITES[what](rows, None, None)
+            super().append(rows)
+
+        def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+            WRITES[what](None, query, step)
+            return super().select(query, step, budget)
+
+    cache = KVCache(Writes(), sink=0, window=0, check=True)
+    cache.append(*torch.randn(2, B, H, 64, D))
+    with pytest.raises(ContractError, match=f"changed {what} in place, which are not its own"):
+        cache.select(torch.randn(B, H, G, D), 8)
+    trace = synthetic(100, size=16)
+    before = evaluate(trace, "exact", 8, last=4).mean("mass")
+    with pytest.raises(ContractError, match=f"changed {what} in place"):
+        evaluate(trace, Writes(), 8, last=4)
+    assert evaluate(trace, "exact", 8, last=4).mean("mass") == before
+
+
+@pytest.mark.parametrize("scan", [(1, 1), Scan(1, 1)], ids=["tuple", "scan"])
+def test_what_choosing_reads_is_a_scan_of_0_or_more(scan: object) -> None:
+    class Reads(Exact):
+        def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+            return scan  # type: ignore[return-value]
+
+    if isinstance(scan, Scan):
+        assert evaluate(synthetic(100, size=16), Reads(), 8, last=2).mean("scanned_share") > 0
+    else:
+        with pytest.raises(ValueError, match="returned tuple from scan, which returns a Scan or None"):
+            evaluate(synthetic(100, size=16), Reads(), 8, last=2)
+    for entries, read in ((-1, 0), (0, -5), (math.nan, 0), (0, math.inf)):
+        with pytest.raises(ValueError, match="a Scan is of 0 or more entries and bytes"):
+            Scan(entries, read)
+
+
+def test_a_file_for_another_group_is_refused_by_a_cache(tmp_path: Path) -> None:
+    trace = synthetic(300, heads=1, group=1, size=16)
+    trace.save(tmp_path / "trace.safetensors")
+    file = tmp_path / "indexer.safetensors"
+    train_index([tmp_path / "trace.safetensors"], file, IndexRecipe("indexer", 4, steps=2))
+    cache = KVCache(make_selector(f"indexer:artefact={file}").for_layer(0), sink=0, window=0)
+    cache.append(*torch.randn(2, 1, 1, 64, 16))
+    with pytest.raises(ValueError, match="query heads a KV head"):
+        cache.select(torch.randn(1, 1, 2, 16), 8)

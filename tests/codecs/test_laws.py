@@ -107,8 +107,9 @@ def test_a_step_attends_to_the_rows_read_back(case: CodecCase, selector: str) ->
 
 @pytest.mark.parametrize("case", CACHED)
 def test_what_is_kept_of_a_padded_batch_is_that_of_each_sequence(case: CodecCase) -> None:
-    """Of sequences of other lengths, at the first step, with a budget for all rows."""
+    """Of sequences of other lengths, at the first step, with a budget for all rows; padding lies far from the keys."""
     queries, keys, values = attention(B, H, G, 300, D)
+    keys[..., ::4] += 8
     lengths = (300, 204)
     at = torch.full((B, 300), -1)
     for b, length in enumerate(lengths):

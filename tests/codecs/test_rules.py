@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import ROW_CODECS, KVCache, LayerContext, RowCodec, decode, make_codec, make_selector
+from sparseattn.codecs import kvquant
 from sparseattn.codecs.base import NewRows
 from sparseattn.codecs.table import CODECS
 from tests import ROOT
@@ -256,3 +258,21 @@ def test_the_table_and_the_page_have_every_codec() -> None:
         line = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert (row.paper if "://" in row.paper else f"arxiv.org/abs/{row.paper}") in line
         assert f"| {row.read_by} |" in line
+
+
+def test_kvquant_learns_from_every_channel_at_any_length() -> None:
+    """Levels are learned from a sample, which must not take the same place of each row."""
+    for row, rows in ((63, 16384), (62, 16500), (126, 2 * 16384), (64, 20)):
+        places = kvquant._sample(row * rows)
+        assert len(places) == min(row * rows, kvquant.SAMPLE)
+        assert bool((places[1:] > places[:-1]).all())
+        assert len((places % row).unique()) == row
+
+
+def test_gear_holds_the_largest_numbers_of_16_bits() -> None:
+    codec = make_codec("gear:group=32,bits=2")
+    rows = new_rows(codec, 1, 1, 8192, 64)
+    wide = [(10_000 * part).clamp(-65_000, 65_000).half() for part in (rows.keys, rows.values)]
+    keys, values = read_all(stored(codec, dataclasses.replace(rows, keys=wide[0], values=wide[1])))
+    for got, given in zip((keys, values), wide, strict=True):
+        assert float((got - given.float()).norm() / given.float().norm()) < 0.5

@@ -23,8 +23,9 @@ def select(self: Selector, query: Any, positions: Any, budget: int) -> Any:
             r"Mine.select takes \(query, positions, budget\): it is select\(query, step, budget\) now",
         ),
         ({"cost": select}, "Mine has cost: the Scan that scan returns names launches, lists and rows now"),
+        ({"observe": select}, "Mine defines observe, which nobody calls unless the class names Observes in its bases"),
     ],
-    ids=["ability", "learns", "select", "cost"],
+    ids=["ability", "learns", "select", "cost", "method"],
 )
 def test_a_class_of_the_old_form_is_refused(attributes: dict[str, Any], words: str) -> None:
     with pytest.raises(TypeError, match=words):

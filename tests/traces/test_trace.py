@@ -716,3 +716,12 @@ def test_a_layer_that_was_let_go_of_leaves_no_pages_behind(tmp_path: Path) -> No
     assert resident() > layer.query.nbytes
     del layer
     assert resident() < path.stat().st_size / 8
+
+
+def test_half_a_character_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    trace = synthetic(80, size=16)
+    path = tmp_path / "t.safetensors"
+    for meta, pieces in (({"text": {"file": "caf\udce9.txt"}}, None), ({}, ["\ud800"] * 80)):
+        with pytest.raises(TraceError, match="are whole Unicode characters"):
+            Trace.build([trace.layer(0)], trace.positions, meta, pieces=pieces).save(path)
+        assert not path.exists()

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from sparseattn.core.selection import Selection
 from sparseattn.kernels.topk.dispatch import best_pages
+from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import StepContext
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
@@ -70,6 +71,9 @@ class ShadowKV(PageSelector):
         ranks = shares.masked_fill(chosen, torch.inf).masked_fill(~real[:, None], -torch.inf)
         start, length = best_pages(ranks, pages, self.page)
         return Selection(start, length, self.page, whole=True)
+
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and ability is not EstimatesMass  # a landmark says nothing of an outlier's weight
 
     def why_not_shared(self) -> str | None:
         return "which chunks are outliers, all chunks of a sequence decide"
