@@ -109,7 +109,10 @@ def _captured(
             ahead=options.ahead,
             chunk=options.chunk,
             model_id=options.model,
-            text={"name": _text(getattr(passage.source, "name", passage.source)), "sha256": digest},
+            text={
+                "name": _text(passage.source.name if isinstance(passage.source, Path) else passage.source),
+                "sha256": digest,
+            },
             pieces=passage.pieces,
             keep=keep,
             progress=progress,

@@ -391,12 +391,13 @@ def _refuse_old_form(cls: type[Selector]) -> None:
                 f"{cls.__name__} sets {name} = {own!r}: a class now names {ability} in its bases "
                 f"(sparseattn.selectors.abilities), and an instance that lacks it says so in `has`"
             )
-    for ability in (EstimatesMass, Evicts, FollowsChecks, FollowsMoves, HasTail, Observes):
-        own_methods = sorted(ability.__abstractmethods__ & vars(cls).keys())
-        if own_methods and not issubclass(cls, ability):
+    every: tuple[type, ...] = (EstimatesMass, Evicts, FollowsChecks, FollowsMoves, HasTail, Observes)
+    for kind in every:
+        own_methods = sorted(getattr(kind, "__abstractmethods__") & vars(cls).keys())  # noqa: B009
+        if own_methods and not issubclass(cls, kind):
             raise TypeError(
                 f"{cls.__name__} defines {own_methods[0]}, which nobody calls unless the class names "
-                f"{ability.__name__} in its bases (sparseattn.selectors.abilities)"
+                f"{kind.__name__} in its bases (sparseattn.selectors.abilities)"
             )
     if "cost" in vars(cls):
         raise TypeError(
