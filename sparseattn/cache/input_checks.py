@@ -15,8 +15,11 @@ from sparseattn.codecs.base import RowCodec
 from sparseattn.core.rope import Rope
 from sparseattn.kernels.attend.dispatch import DTYPES
 from sparseattn.selectors.abilities import (
+    EstimatesMass,
     Evicts,
+    FollowsChecks,
     FollowsMoves,
+    HasTail,
     LearnsFromQueries,
     Observes,
     ReadsKeys,
@@ -183,9 +186,20 @@ def queries_wanted(selector: Selector) -> tuple[float, int]:
     return selector.queries_wanted
 
 
+CALLED: tuple[type, ...] = (EstimatesMass, Evicts, FollowsChecks, FollowsMoves, HasTail, Observes)
+
+
 def check_parts(selector: Selector) -> None:
-    """Every selector that a method keeps in an attribute is named in `part_names`; else ValueError."""
+    """Every selector that a method keeps in an attribute is named in `part_names`, and every ability whose methods it
+    has is among its bases; else ValueError."""
     for part in selector.tree():
+        for kind in CALLED:
+            has = [name for name in getattr(kind, "__abstractmethods__") if callable(getattr(type(part), name, None))]  # noqa: B009
+            if has and not isinstance(part, kind):
+                raise ValueError(
+                    f"{type(part).__name__} has {has[0]}, which nobody calls unless the class names {kind.__name__} in "
+                    f"its bases (sparseattn.selectors.abilities)"
+                )
         for name, value in vars(part).items():
             if isinstance(value, Selector) and name not in part.part_names:
                 raise ValueError(

@@ -355,8 +355,9 @@ class KVCache(CacheEdits):
         if not (isinstance(query, Tensor) and _fits(query, keys)):
             input_checks.check_query(query, stored.keys.full)
         if query.shape[2] != self._group:
-            _, heads, self._group, size = query.shape
-            self.selector.check_shape(heads, self._group, size)
+            _, heads, group, size = query.shape
+            self.selector.check_shape(heads, group, size)
+            self._group = group
         if not query.is_cuda and not math.isfinite(query.sum()):
             input_checks.check_finite(query=query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):

@@ -239,8 +239,11 @@ class Search:
         if part is None or not self.stored.zones.zone:
             return None
         step = self.step()
-        self.latest_tail = part.tail(query, step, selection)
-        if self.check:
+        if not self.check:
+            self.latest_tail = part.tail(query, step, selection)
+        else:
+            with only_read(self.selector, query=query, **self._shown()):
+                self.latest_tail = part.tail(query, step, selection)
             selection_checks.check_tail(self.latest_tail, query, step.positions, self.selector)
         return self.latest_tail
 

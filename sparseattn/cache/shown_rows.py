@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 
 from torch import Tensor
@@ -71,8 +72,8 @@ class ShownRows:
         if not (new := rows.keys.shape[2]):  # all are other processes'
             order = None
         else:
-            shown = {"rows.keys": rows.keys, "rows.values": rows.values, "rows.positions": rows.positions}
-            with only_read(self.selector, **shown):
+            parts = {f"rows.{part.name}": getattr(rows, part.name) for part in fields(rows)}
+            with only_read(self.selector, **{name: part for name, part in parts.items() if isinstance(part, Tensor)}):
                 order = self._order(rows, first)
         self.stored.settle(order, new)
         self.stored.publish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from sparseattn.cache.selection_checks import ContractError
@@ -18,11 +19,12 @@ def only_read(selector: Selector, **shown: Tensor) -> Iterator[None]:
     Raises:
         ContractError: one of the tensors was changed in place.
     """
-    before = {name: tensor._version for name, tensor in shown.items() if not tensor.is_inference()}
+    # Tensors of inference mode count no changes, so that they are copied.
+    before = {name: x.clone() if x.is_inference() else x._version for name, x in shown.items()}
     yield
-    for name, version in before.items():
-        if shown[name]._version != version:
+    for name, was in before.items():
+        if not torch.equal(was, shown[name]) if isinstance(was, Tensor) else shown[name]._version != was:
             raise ContractError(
-                f"{selector!r} changed {name} in place, which are not its own: float() returns the same tensor where "
-                f"it is float32 already, so write x = x / y in place of x /= y"
+                f"{selector!r} changed {name} in place: what a selector is shown is not its own. Copy it first, as "
+                f"float() returns the same tensor where it is float32 already"
             )

@@ -102,7 +102,7 @@ def _captured(
     with bar as progress:
         return capture(
             model,
-            passage.ids.to(model.device),
+            passage.ids,
             target,
             layers=values.integers(options.layers, "--layers"),
             queries=options.queries,
@@ -110,7 +110,7 @@ def _captured(
             chunk=options.chunk,
             model_id=options.model,
             text={
-                "name": _text(passage.source.name if isinstance(passage.source, Path) else passage.source),
+                "name": _printable(passage.source.name if isinstance(passage.source, Path) else passage.source),
                 "sha256": digest,
             },
             pieces=passage.pieces,
@@ -169,6 +169,6 @@ def _traces(texts: list[str | Path], out: Path) -> dict[Path, str | Path]:
     return traces
 
 
-def _text(name: str) -> str:
+def _printable(name: str) -> str:
     """Return a text's name as JSON can hold it: one of a file that is no UTF-8 has its bytes written out."""
     return os.fsencode(name).decode(errors="backslashreplace")

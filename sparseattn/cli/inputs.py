@@ -3,6 +3,7 @@ said and its progress is shown."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,16 +87,18 @@ def distinct_labels(names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: one trace is named twice.
     """
-    paths = [Path(name) if name in BUILTIN else Path(name).resolve().with_suffix("") for name in names]
-    if len(set(paths)) < len(paths):
-        twice = next(name for name, path in zip(names, paths, strict=True) if paths.count(path) > 1)
+    files = [Path(name) if name in BUILTIN else Path(name).resolve() for name in names]
+    if len(set(files)) < len(files):
+        twice = next(name for name, file in zip(names, files, strict=True) if files.count(file) > 1)
         raise ValueError(f"the trace {twice} is named twice: name it once")
-    labels, depth = [path.name for path in paths], 1
+    paths = [Path(name if name in BUILTIN else os.path.abspath(name)) for name in names]
+    labels, depth = [path.name if name in BUILTIN else path.stem for name, path in zip(names, paths, strict=True)], 1
     while len(set(labels)) < len(labels):
         depth += 1
         same = [label for label in labels if labels.count(label) > 1]
         labels = [
-            "/".join(path.parts[-depth:]) if label in same else label for label, path in zip(labels, paths, strict=True)
+            "/".join([*path.parent.parts[1 - depth :], path.stem]) if label in same else label
+            for label, path in zip(labels, paths, strict=True)
         ]
     return labels
 

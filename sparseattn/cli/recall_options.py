@@ -97,7 +97,7 @@ class RecallOptions:
             raise ValueError("--tokens shortens traces, and --keys alone measures none: name a trace")
         of_keys = ("gap", "spread", "size", "seed")
         if not self.keys and (idle := [name for name in of_keys if getattr(self, name) != getattr(type(self), name)]):
-            raise ValueError(f"{shared.spelled(idle)} need --keys: they are of synthetic keys, and traces have none")
+            raise ValueError(f"only synthetic keys have {shared.spelled(idle)}: give --keys")
 
     @cached_property
     def methods(self) -> list[tuple[str, Selector]]:

@@ -15,6 +15,7 @@ from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.core.budget import budget_label
 from sparseattn.cost_model.environment import machine
 from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.models.input_device import input_device
 from sparseattn.models.sparse_cache import SINK, WINDOW, restore
 from sparseattn.recommend.defaults import DRAFT_METHODS
 from sparseattn.recommend.lossless import GAIN, DraftChoice, DraftTrial, chosen, measured
@@ -37,7 +38,7 @@ def run(options: RecommendOptions) -> None:
         options.windows,
         0,
     )
-    prompts = [torch.tensor([window.prompt.context], device=model.device) for window in every]
+    prompts = [torch.tensor([window.prompt.context], device=input_device(model)) for window in every]
     trial = DraftTrial(
         options.selector or DRAFT_METHODS,
         options.budgets,

@@ -69,7 +69,7 @@ class Workload:
     def largest_context(self) -> int | None:
         """Return how many tokens of each of these sequences fit; None where the machine's memory is not known.
 
-        Where all layers slide any number does, and it is what the model was made for.
+        Where all layers slide, any number of tokens fits; the longest context that the model was made for is returned.
         """
         if self.machine.memory is None:
             return None

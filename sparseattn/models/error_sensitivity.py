@@ -19,6 +19,7 @@ from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import Call, name_of
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
+from sparseattn.models.input_device import input_device
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_layer import Run, SparseLayer
 
@@ -69,7 +70,7 @@ def observe(prefill: Prefill, tokens: Sequence[int], draws: int = 8, seed: int =
         )
     for index, layer in cache.sparse_layers.items():
         watched[index] = cache.layers[index] = _Watched(layer, cache.prepared.layers[index])
-    ids = torch.tensor([list(tokens)], device=model.device)
+    ids = torch.tensor([list(tokens)], device=input_device(model))
     cache.sparse_from = prefill.tokens + len(tokens)  # nothing is sparse
     with torch.enable_grad():
         logits = model(input_ids=ids, use_cache=True, logits_to_keep=0, **cache_argument(cache)).logits[0].float()

@@ -25,6 +25,7 @@ from sparseattn.models.drafts.loop import DraftLoop
 from sparseattn.models.drafts.rules import Rules
 from sparseattn.models.drafts.shared_clock import SharedLength, groups_of
 from sparseattn.models.drafts.stats import LosslessStats
+from sparseattn.models.input_device import input_device
 from sparseattn.models.sparse_cache import Method, PerLayer, SparseCache
 from sparseattn.models.transformers_classes import DynamicCache
 
@@ -229,7 +230,7 @@ def auto_length(cache: SparseCache, batch: int) -> DraftLength:
         if index in cache.sparse_layers
     )
     length, groups = AutoLength(batch * rows / weights), groups_of(cache)
-    return SharedLength(length, groups, model.device) if groups else length
+    return SharedLength(length, groups, input_device(model)) if groups else length
 
 
 def generate_lossless(

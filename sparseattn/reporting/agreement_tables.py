@@ -147,7 +147,7 @@ def _finding(records: Sequence[Record], windows: Collection[tuple[str, str | Non
     if farthest != least:
         finding += f" Farthest: {_facts(farthest, grid, worst, rows, texts)}"
     some = len(every_row) - len(grid)
-    return finding + (f" {some} more {'was' if some == 1 else 'were'} measured on some windows alone." if some else "")
+    return finding + (f" {some} more of the tables' rows are not of all windows." if some else "")
 
 
 def _facts(

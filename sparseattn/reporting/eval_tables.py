@@ -143,7 +143,7 @@ def _verdict(protocol: str, records: Sequence[Record]) -> str:
     else:
         lead = f"No method stays within {bound} of that on every task. Closest:"
     some = len(grid) - len(whole)
-    apart = f" {some} more {'was' if some == 1 else 'were'} measured on some of these prompts alone." if some else ""
+    apart = f" {some} more of the table's rows are not of all of these prompts." if some else ""
     return f"{protocol}: full attention has {levels}. {lead} {facts}{apart}"
 
 

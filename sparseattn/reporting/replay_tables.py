@@ -152,7 +152,11 @@ def finding(results: Sequence[Measured]) -> str | None:
     sparse = [pair for pair in pairs if read[pair] <= MOST_READ and pair[0] not in CONTROLS]
     if not sparse:
         return None
-    beaten = {pair for pair in sparse if any(_beats(other, result) for result in pairs[pair] for other in results)}
+    beaten = {
+        pair
+        for pair in sparse
+        if any(_beats(other, result) for result in pairs[pair] for group in pairs.values() for other in group)
+    }
     most = {pair: max(errors[pair]) for pair in sparse if pair not in beaten and not any(map(math.isnan, errors[pair]))}
     step = next((step for step in STEPS if any(error <= step for error in most.values())), None)
     if step is None:
@@ -175,9 +179,10 @@ def finding(results: Sequence[Measured]) -> str | None:
 
 def own_methods(results: Sequence[Measured]) -> list[str]:
     """Say of each class of the user's own (`module:Class`) where it stands, at the budget with its least error."""
-    pairs = _pairs(results)
-    labels = dict.fromkeys(label for label, _ in pairs if _is_own(label))
-    return [_standing(label, pairs) for label in labels]
+    every, whole = _pairs(results), _on_every_trace(results)
+    labels = dict.fromkeys(label for label, _ in every if _is_own(label))
+    measured = {label for label, _ in whole}
+    return [_standing(label, whole if label in measured else every) for label in labels]
 
 
 def _is_own(label: str) -> bool:

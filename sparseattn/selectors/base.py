@@ -20,18 +20,7 @@ from sparseattn.core.step_cost import Launch, Scan, scored_by_torch, sorted_best
 from sparseattn.kernels.group_vote.dispatch import GROUPS as GROUPS
 from sparseattn.kernels.group_vote.dispatch import vote as vote
 from sparseattn.kernels.topk.dispatch import best as best
-from sparseattn.selectors.abilities import (
-    EstimatesMass,
-    Evicts,
-    FollowsChecks,
-    FollowsMoves,
-    HasTail,
-    HostOnly,
-    LearnsFromQueries,
-    Observes,
-    ReadsKeys,
-    ReadsRoundedKeys,
-)
+from sparseattn.selectors.abilities import EstimatesMass, HostOnly, LearnsFromQueries, ReadsKeys, ReadsRoundedKeys
 from sparseattn.selectors.identity import Named, identity
 from sparseattn.selectors.rows import Rows as Rows
 from sparseattn.selectors.state import Stateful
@@ -390,14 +379,6 @@ def _refuse_old_form(cls: type[Selector]) -> None:
             raise TypeError(
                 f"{cls.__name__} sets {name} = {own!r}: a class now names {ability} in its bases "
                 f"(sparseattn.selectors.abilities), and an instance that lacks it says so in `has`"
-            )
-    every: tuple[type, ...] = (EstimatesMass, Evicts, FollowsChecks, FollowsMoves, HasTail, Observes)
-    for kind in every:
-        own_methods = sorted(getattr(kind, "__abstractmethods__") & vars(cls).keys())  # noqa: B009
-        if own_methods and not issubclass(cls, kind):
-            raise TypeError(
-                f"{cls.__name__} defines {own_methods[0]}, which nobody calls unless the class names "
-                f"{kind.__name__} in its bases (sparseattn.selectors.abilities)"
             )
     if "cost" in vars(cls):
         raise TypeError(

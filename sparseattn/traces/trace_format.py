@@ -216,10 +216,11 @@ def json_of(meta: Mapping[str, Any]) -> str:
     """`meta` as a file holds it."""
     check_meta(meta)
     try:
-        _check_whole(json.dumps(meta, sort_keys=True, allow_nan=False, ensure_ascii=False), "texts")
-        return json.dumps(meta, sort_keys=True, allow_nan=False)
+        text = json.dumps(meta, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise TraceError(f"a trace's meta is what JSON can hold: {error}") from error
+    _check_whole(json.dumps(meta, ensure_ascii=False), "texts")
+    return text
 
 
 def check_meta(meta: object) -> None:

@@ -1184,4 +1184,4 @@ def test_a_folder_is_one_runs_at_a_time(command: str, trace: Path, tmp_path: Pat
 def test_options_of_synthetic_keys_need_them(trace: Path, tmp_path: Path) -> None:
     done = run("recall", trace, "--gap", "0.3", "--seed", "2", "--out", tmp_path / "out")
     assert done.exit_code == 2
-    assert "--gap, --seed need --keys" in " ".join(done.output.split()), done.output
+    assert "only synthetic keys have --gap, --seed: give --keys" in " ".join(done.output.split()), done.output

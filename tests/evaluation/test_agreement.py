@@ -280,7 +280,7 @@ def test_the_closing_line_says_what_stays_near_for_the_fewest_rows_and_bytes() -
     )
     (line,) = report.verdicts([*records, *(one for one in other if one["method"] != "exact")])
     assert "exact" not in line, "it was measured on one text of two"
-    assert line.endswith(" 1 more was measured on some windows alone.")
+    assert line.endswith(" 1 more of the tables' rows are not of all windows.")
     (line,) = report.verdicts([*made("quest", "64", 132, 0.01), *made("exact", "64", 132, 0.01, text="u")])
     assert line.endswith("no method was measured on every window.")
     unknown = [{**one, "bytes_share": None} for one in records]

@@ -678,7 +678,7 @@ def test_the_closing_line_names_the_fewest_rows_near_full_attention_on_every_tas
     assert line.endswith("No other method was measured on all of these prompts."), "the length of 9000 is missing"
     (line,) = report.verdicts([*records, *longer, *(made("quest", "256", 300, 0.0, task="kv", length=9000),)])
     assert "quest at budget 256: 300 tokens" in line
-    assert line.endswith("3 more were measured on some of these prompts alone.")
+    assert line.endswith("3 more of the table's rows are not of all of these prompts.")
 
 
 def test_what_full_attention_does_not_answer_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparseattn.core.activity import Activity
 from sparseattn.models.cache_argument import cache_argument
+from sparseattn.models.input_device import input_device
 from sparseattn.models.sparse_cache import SparseCache
 
 
@@ -98,9 +99,9 @@ def _prefilled(model: Any, empty: SparseCache, prefixes: Sequence[tuple[int, ...
     cache, longest = empty.clone(), max(map(len, prefixes))
     cache.sparse_from = longest
     rows = [[0] * (longest - len(prefix)) + list(prefix) for prefix in prefixes]
-    ids = torch.tensor(rows, dtype=torch.long, device=model.device).view(len(prefixes), longest)
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=model.device)
-    mask = (torch.arange(longest, device=model.device) >= longest - lengths[:, None]).long()
+    ids = torch.tensor(rows, dtype=torch.long, device=input_device(model)).view(len(prefixes), longest)
+    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=input_device(model))
+    mask = (torch.arange(longest, device=input_device(model)) >= longest - lengths[:, None]).long()
     if longest:
         _forward(model, cache, ids, mask, 1)
         cache.seal()
@@ -111,9 +112,9 @@ def _fed(model: Any, cache: SparseCache, mask: Tensor, fed: Sequence[tuple[int, 
     """Return the logits `[B,n,V]` behind tokens that are fed, padded on the right."""
     longest = max(map(len, fed))
     rows = [list(tokens) + [0] * (longest - len(tokens)) for tokens in fed]
-    lengths = torch.tensor([len(tokens) for tokens in fed], device=model.device)
-    own = (torch.arange(longest, device=model.device) < lengths[:, None]).long()
-    return _forward(model, cache, torch.tensor(rows, device=model.device), torch.cat([mask, own], 1), 0)
+    lengths = torch.tensor([len(tokens) for tokens in fed], device=input_device(model))
+    own = (torch.arange(longest, device=input_device(model)) < lengths[:, None]).long()
+    return _forward(model, cache, torch.tensor(rows, device=input_device(model)), torch.cat([mask, own], 1), 0)
 
 
 def _forward(model: Any, cache: SparseCache, ids: Tensor, mask: Tensor, logits: int) -> Tensor:

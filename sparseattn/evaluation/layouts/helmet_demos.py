@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparseattn.evaluation.layouts.base import Setup
@@ -59,10 +59,18 @@ class Demos:
 
     def _shown(self, demo: dict[str, Any]) -> str:
         """Return an example over passages as it stands before a question."""
-        template = self.templates["demo_template"]
+        template, passage = self.templates["demo_template"], self.templates["passage_template"]
+        return self._made(
+            demo,
+            lambda demo: template.format(
+                **{**demo, "documents": _passages(demo, passage), "answer": _answers(demo)[0]}
+            ) + "\n\n",
+        )  # fmt: skip
+
+    def _made(self, demo: dict[str, Any], make: Callable[[dict[str, Any]], str]) -> str:
+        """Return what `make` makes of an example; ValueError naming its place in the second file."""
         try:
-            documents = _passages(demo, self.templates["passage_template"])
-            return template.format(**{**demo, "documents": documents, "answer": _answers(demo)[0]}) + "\n\n"
+            return make(demo)
         except (KeyError, ValueError) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"example {self.all.index(demo) + 1} of {self.setup.demos}: {what}") from None
@@ -73,12 +81,13 @@ class Demos:
         known = self.asked if len(self.all) > 2 * len(self.asked) else {qid}
         passage = titled if "title" in _held(fields)[0] else untitled
         drawn = _drawn([demo for demo in self.all if demo.get("qid") not in known], "qid", qid)
-        demos = "".join(
-            f"{_passages(demo, passage)}\n\nQuery: {text(demo, 'query')}\nRanking: {_ranking(demo)}\n\n"
-            for demo in drawn
-        )
+        demos = "".join(self._made(demo, lambda demo: _ranked(demo, passage)) for demo in drawn)
         context, right = _passages(fields, passage), [_ranking(fields)]
         return {"question": text(fields, "query"), "demos": demos, "context": context, "right": right}
+
+
+def _ranked(demo: Mapping[str, Any], passage: str) -> str:
+    return f"{_passages(demo, passage)}\n\nQuery: {text(demo, 'query')}\nRanking: {_ranking(demo)}\n\n"
 
 
 def _drawn(shown: Sequence[dict[str, Any]], key: str, value: str) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ class Prompt:
         example: what to score a response by; None for agreement.
         expected: for agreement, the token to expect behind each of `question`.
         limit: tokens of an answer at most.
+        thoughts_begun: whether its chat template begins the model's thoughts.
     """
 
     facts: dict[str, Any]
@@ -32,13 +33,15 @@ class Prompt:
     example: Example | None = None
     expected: list[int] = field(default_factory=list)
     limit: int = 0
+    thoughts_begun: bool = False
 
     @classmethod
     def of(cls, example: Example, tokens: Tokens, limit: int | None = None) -> Prompt:
         """Return the prompt of an example; `limit` None: its own, or twice the tokens of the answers and 8."""
         context, question = tokens.parts(example)
         limit = limit or example.limit or 2 * tokens.count(example.target) + 8
-        return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
+        facts = {"task": example.task, **example.meta}
+        return cls(facts, context, question, example, [], limit, tokens.thoughts_begun(example))
 
     def shortened(self, longest: int, tokens: Tokens, option: str = "longest") -> Prompt:
         """With so much cut out of the middle of the context that prompt and answer have `longest` tokens at most.

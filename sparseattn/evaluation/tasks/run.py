@@ -181,7 +181,7 @@ def _answer(
 ) -> dict[str, Any]:
     """Greedy decoding until an end, the limit, or what `ending` says; `first` is the answer's token that is known."""
     assert prompt.example is not None
-    ended = ending(prompt.example)
+    ended = ending(prompt.example, prompt.thoughts_begun)
     token = int(session.feed(fed)[-1].argmax()) if first is None else first
     made: list[int] = []
     while True:
@@ -189,10 +189,10 @@ def _answer(
             break
         made.append(token)
         response = tokens.text(made)
-        if len(made) == prompt.limit or ended(answer_in(response, tokens.thinks)):
+        if len(made) == prompt.limit or ended(response):
             break
         token = int(session.feed([token])[-1].argmax())
-    return scored(prompt.example, tokens.text(made), tokens.thinks)
+    return scored(prompt.example, tokens.text(made), prompt.thoughts_begun)
 
 
 def line_ended(response: str) -> bool:
@@ -200,15 +200,15 @@ def line_ended(response: str) -> bool:
     return "\n" in response.lstrip()
 
 
-def ending(example: Example) -> Callable[[str], bool]:
-    """Return what says whether a response so far is whole: `line_ended`, or nothing where a benchmark lets responses go
-    on."""
-    return line_ended if example.one_line else lambda response: False
+def ending(example: Example, thoughts_begun: bool = False) -> Callable[[str], bool]:
+    """Return what says whether a response so far is whole: `line_ended` of its answer (`answer_in`), or nothing where a
+    benchmark lets responses go on."""
+    return lambda response: example.one_line and line_ended(answer_in(response, thoughts_begun))
 
 
-def scored(example: Example, response: str, thinking: bool = False) -> dict[str, Any]:
+def scored(example: Example, response: str, thoughts_begun: bool = False) -> dict[str, Any]:
     """Return a response and the scores of the answer in it (`answer_in`), for a record."""
-    answer = answer_in(response, thinking)
+    answer = answer_in(response, thoughts_begun)
     if example.scoring in METRICS:
         value = metric_score(example.scoring, answer, example.answers, example.reference)
     else:

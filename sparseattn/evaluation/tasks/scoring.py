@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from sparseattn.evaluation.tasks.pieces import bare, normal, pieces, places, spaced
 from sparseattn.evaluation.tasks.unasked import unasked
 
-EDITION = 2  # of the formulas here: what was scored by another is not compared with it
+EDITION = 3  # of the formulas here: what was scored by another is not compared with it
 
 
 def score(scoring: str, response: str, answers: Sequence[str], others: Sequence[str] = ()) -> float:

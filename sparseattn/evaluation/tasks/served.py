@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from sparseattn.core.activity import Activity
-from sparseattn.evaluation.tasks.base import Example
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import WHOLE, Key
 from sparseattn.evaluation.tasks.run import ending, scored
@@ -105,16 +104,16 @@ class ServerPass:
     def _question(self, prompt: Prompt) -> Question:
         example = prompt.example
         assert example is not None
-        turn = example.turn() if self.chat else None
+        turn, ended = example.turn() if self.chat else None, ending(example, prompt.thoughts_begun)
         if turn is None:
-            return Question(prompt.name, example.context + example.question, None, prompt.limit, _ending(example))
+            return Question(prompt.name, example.context + example.question, None, prompt.limit, ended)
         text = turn.user if turn.before else example.context + turn.user
-        return Question(prompt.name, text, turn.begun, prompt.limit, _ending(example), turn.before)
+        return Question(prompt.name, text, turn.begun, prompt.limit, ended, turn.before)
 
     def _record(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
         """With seconds to the first token and to the end, tokens of the response, and attempts that it took."""
         assert prompt.example is not None
-        spoken = answer_in(answer.text)
+        spoken = answer_in(answer.text, prompt.thoughts_begun)
         thought = answer.text[: len(answer.text) - len(spoken)]
         response = thought + whole_line(spoken) if prompt.example.one_line else answer.text
         first = answer.first_seconds
@@ -125,13 +124,9 @@ class ServerPass:
             "attempts": answer.attempts,
             "activity": self._ran(),
         }
-        return prompt.record(self._key(prompt), scored(prompt.example, response), facts, self.facts)
-
-
-def _ending(example: Example) -> Callable[[str], bool]:
-    """Return `ending` of the answer in a response."""
-    ended = ending(example)
-    return lambda response: ended(answer_in(response))
+        return prompt.record(
+            self._key(prompt), scored(prompt.example, response, prompt.thoughts_begun), facts, self.facts
+        )
 
 
 def whole_line(text: str) -> str:

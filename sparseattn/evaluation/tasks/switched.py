@@ -60,9 +60,10 @@ class Serving:
             for prompt in prompts:
                 if prompt.keys((WHOLE,), self.compared)[0] not in known:
                     assert prompt.example is not None
+                    ended = ending(prompt.example, prompt.thoughts_begun)
                     yield (
                         prompt,
-                        OfflinePrompt([*prompt.context, *prompt.question], prompt.limit, ending(prompt.example)),
+                        OfflinePrompt([*prompt.context, *prompt.question], prompt.limit, ended),
                     )
 
         for prompt, answer in self.engine.answers(coming()):
@@ -83,4 +84,5 @@ class Serving:
             "rows_share": round(ran.share, 4) if self.settings else 1.0,
             "activity": ran.to_dict(),
         }
-        return prompt.record(key, scored(prompt.example, self.tokens.text(answer.ids)), facts, self.facts)
+        result = scored(prompt.example, self.tokens.text(answer.ids), prompt.thoughts_begun)
+        return prompt.record(key, result, facts, self.facts)

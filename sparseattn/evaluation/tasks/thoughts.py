@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-BEGUN, ENDED = "<think>", "</think>"
+OPENED, ENDED = "<think>", "</think>"
 
 
-def answer_in(response: str, thinking: bool = False) -> str:
+def answer_in(response: str, begun: bool = False) -> str:
     """Return what of a response so far is the answer: what is behind the thoughts, "" as long as these go on.
 
     Args:
         response: as the model wrote it.
-        thinking: whether the chat template has begun the thoughts.
+        begun: whether the chat template has begun the thoughts.
     """
     _, ended, answer = response.partition(ENDED)
     if ended:
         return answer
-    return "" if thinking or response.lstrip().startswith(BEGUN) else response
+    return "" if begun or response.lstrip().startswith(OPENED) else response

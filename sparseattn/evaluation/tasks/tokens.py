@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparseattn.evaluation.tasks.base import Example
-from sparseattn.evaluation.tasks.thoughts import BEGUN
+from sparseattn.evaluation.tasks.thoughts import OPENED
+from sparseattn.serving.questions import ServerError
 
 MARK = "sparseattn-prompt"  # stands for the prompt in a chat template
 # What templates ask for besides: the same day always, as another would make another prompt, and no thinking aloud.
@@ -26,7 +27,6 @@ class Tokens:
     Attributes:
         start: tokens before any text.
         before, after: tokens before and behind a prompt, `start` among them.
-        thinks: whether the chat template begins the model's thoughts.
 
     Raises:
         ValueError: `chat` without a chat template.
@@ -38,12 +38,12 @@ class Tokens:
         # Some tokenizers know a token for the beginning of a text and yet put none there.
         self.start = [first] if first is not None and first in tokenizer("")["input_ids"] else []
         self.before, self.after = self.start, self.ids("")
-        self.chat, self.thinks = chat, False
+        self.chat, self._thoughts_begun = chat, False
         if chat:
             if tokenizer is None or not tokenizer.chat_template:
                 raise ValueError("the model's tokenizer has no chat template; ask it without --chat")
             self.before, self.after = self._around(())
-            self.thinks = str(tokenizer.decode(self.after)).rstrip().endswith(BEGUN)
+            self._thoughts_begun = str(tokenizer.decode(self.after)).rstrip().endswith(OPENED)
 
     @property
     def spare(self) -> int:
@@ -66,6 +66,10 @@ class Tokens:
         context = [] if turn.before else self.ids(example.context)
         return [*before, *context], [*self.ids(turn.user), *after, *self.ids(turn.begun)]
 
+    def thoughts_begun(self, example: Example) -> bool:
+        """Return whether the chat template, if the example is put in it, begins the model's thoughts."""
+        return self._thoughts_begun and example.turn() is not None
+
     def first(self, example: Example) -> int:
         """Return how many tokens stand before the text of a context."""
         return len(self.before if self.chat and example.turn() is not None else self.start)
@@ -75,6 +79,8 @@ class Tokens:
         said = [{"role": role, "content": content} for role, content in (*turns, ("user", MARK))]
         try:
             text = str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **ASKED))
+        except ServerError:
+            raise
         except Exception as error:  # the template's own, whatever it raises
             raise ValueError(f"the model's chat template does not take the conversation: {error}") from None
         before, *behind = text.split(MARK)

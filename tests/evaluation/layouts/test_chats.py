@@ -11,7 +11,7 @@ import pytest
 
 from sparseattn.evaluation.tasks.base import Chat, Example
 from sparseattn.evaluation.tasks.prompt import Prompt
-from sparseattn.evaluation.tasks.run import scored
+from sparseattn.evaluation.tasks.run import ending, scored
 from sparseattn.evaluation.tasks.served import ServerPass
 from sparseattn.evaluation.tasks.thoughts import answer_in
 from sparseattn.evaluation.tasks.tokens import Tokens
@@ -99,7 +99,7 @@ def test_a_server_is_sent_the_turns(tmp_path: Path) -> None:
 def test_templates_get_one_day_and_say_the_turn_once() -> None:
     tokens = Tokens(Letters("%d %b %Y "), True)
     assert "".join(map(chr, tokens.before)) == "26 Jul 2024 u:", "another day would be another prompt"
-    assert not tokens.thinks
+    assert not Prompt.of(Example("t", "C", "Q", ("a",), "all"), tokens).thoughts_begun
     with pytest.raises(ValueError, match="has the user's turn 2 times: ask without --chat"):
         Tokens(Letters(times=2), True)
 
@@ -113,15 +113,20 @@ def test_a_prompt_that_is_never_in_a_chat_keeps_its_beginning_where_it_is_cut() 
 
 
 def test_thoughts_are_no_answer() -> None:
-    assert Tokens(Letters(last="a:<think>\n"), True).thinks
     example = Example("t", "C", "Q", ("71432",), "all")
-    for response, thinking, right in (
+    tokens = Tokens(Letters(last="a:<think>\n"), True)
+    assert Prompt.of(example, tokens).thoughts_begun
+    never = Prompt.of(Example("t", "C", "Q", ("71432",), "all", chat=None), tokens)
+    assert not never.thoughts_begun, "it is no chat"
+    assert not ending(example, True)("Let me think.\n")
+    assert ending(example)("71432\n")
+    for response, begun, right in (
         ("<think>\n71432?\n</think>\n\nNo.", False, 0.0),
         ("<think>\nNo.\n</think>\n\nIt is 71432.", False, 1.0),
         ("No, 5.\n</think>71432", True, 1.0),
         ("\n71432 perhaps", True, 0.0),
         ("71432", False, 1.0),
     ):
-        assert scored(example, response, thinking)["score"] == right, response
-        assert scored(example, response, thinking)["response"] == response
+        assert scored(example, response, begun)["score"] == right, response
+        assert scored(example, response, begun)["response"] == response
     assert [answer_in(text) for text in ("<think>\nno", "<think>a</think>b", "b")] == ["", "b", "b"]
