@@ -32,7 +32,7 @@ from sparseattn.reporting import equal_cost, layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.files import write_atomic
-from sparseattn.utils.ranks import of_job
+from sparseattn.utils.ranks import JobRanks, of_job
 
 # Not `retrieval`, whose graphs take longer to build than all of these take together.
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
@@ -51,10 +51,11 @@ def run(options: BenchOptions) -> None:
     names = options.traces or leading_traces(LEADING[:1] if options.every_method else LEADING)
     chosen = chosen if chosen.methods else ChosenMethods.of(SELECTED + _trained(names))
     replays = _planned(options, chosen, open_traces(names))
-    with own_folder(options.out, "bench"):
+    ranks = of_job()
+    with own_folder(options.out, "bench", ranks):
         if options.indexes is not None:
             usable_folder(options.indexes)
-        _measure(options, chosen, replays, names, equal)
+        _measure(options, chosen, replays, names, equal, ranks)
 
 
 def _measure(
@@ -63,11 +64,12 @@ def _measure(
     replays: Sequence[Replayed],
     names: Sequence[str],
     equal: tuple[Budget, float],
+    ranks: JobRanks | None,
 ) -> None:
     """Measure every method on its traces, write the records, and show what came."""
     measuring = BenchRun(options, chosen, DoneItems(options.out / "bench.items"))
     items = measuring.items(replays)
-    if ranks := of_job():
+    if ranks:
         measuring.share(ranks, items)
         if not ranks.first:
             return

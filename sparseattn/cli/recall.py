@@ -66,15 +66,16 @@ def run(options: RecallOptions) -> None:
     for source in sources:
         for _, method in methods:
             check(method, source.keys, options.k)
-    with own_folder(options.out, "recall"):
-        _run(options, sources)
+    ranks = of_job()
+    with own_folder(options.out, "recall", ranks):
+        _run(options, sources, ranks)
 
 
-def _run(options: RecallOptions, sources: Sequence[KeySource]) -> None:
+def _run(options: RecallOptions, sources: Sequence[KeySource], ranks: JobRanks | None) -> None:
     """Measure every index on every source, write the records, and show what came."""
     measured: list[dict[str, dict[str, Curve]]] = [{} for _ in sources]  # per source: task -> label -> curve
     done = DoneItems(options.out / "recall.items")
-    if ranks := of_job():
+    if ranks:
         _share(ranks, done, sources, options)
         if not ranks.first:
             return

@@ -16,7 +16,7 @@ from sparseattn.cli.command import errors
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.utils.files import naming, write_atomic
 from sparseattn.utils.locks import locked
-from sparseattn.utils.ranks import of_job
+from sparseattn.utils.ranks import JobRanks
 
 
 def results_folder(out: Path) -> None:
@@ -29,16 +29,15 @@ def results_folder(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def own_folder(out: Path, command: str) -> Iterator[None]:
+def own_folder(out: Path, command: str, ranks: JobRanks | None = None) -> Iterator[None]:
     """Make the folder `out`, and keep a command's files in it for this process within the block.
 
-    Of a job's processes the first keeps them for all.
+    Of a job's processes, `ranks`, the first keeps them for all.
 
     Raises:
         ValueError: another run of the command has them; or what `results_folder` refuses.
     """
     results_folder(out)
-    ranks = of_job()
     if ranks and not ranks.first:
         yield
         return
