@@ -19,14 +19,13 @@ from sparseattn.cli.eval_prompts import check_before_loading, lines_of
 from sparseattn.cli.eval_ranks import held, share
 from sparseattn.cli.eval_show import show, write_kvpress
 from sparseattn.cli.eval_sources import Files, sources
-from sparseattn.cli.results import check_figures, results_folder
+from sparseattn.cli.results import check_figures, own_folder
 from sparseattn.evaluation.tasks.engines import Engine
 from sparseattn.evaluation.tasks.records import Records, key_of
 from sparseattn.evaluation.tasks.scoring import EDITION
 from sparseattn.reporting.eval_records import Row
 from sparseattn.reporting.eval_tables import marked
 from sparseattn.utils.devices import usable_device
-from sparseattn.utils.locks import locked
 from sparseattn.utils.ranks import of_job, of_model
 
 
@@ -48,11 +47,9 @@ def run(options: EvalOptions) -> None:
     files = Files.read(options)
     lines = lines_of(files.prompts) if options.results else {}
     place = usable_device(options.device)
-    results_folder(options.out)
 
     with contextlib.ExitStack() as stack:
-        if not job or job.first:  # of two runs, each would write every record
-            stack.enter_context(locked(options.out / "eval.lock", f"--out {options.out}"))
+        stack.enter_context(own_folder(options.out, "eval", job))
         checked = not servers and check_before_loading(options.model_name, files.prompts, options)
         if servers or vllm:
             opened = stack.enter_context(served(options, servers) if servers else switched(options, settings_in_vllm))

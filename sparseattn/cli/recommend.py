@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import typer
 from sparseattn.cli.command import errors
 from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.cli.report import write_report
-from sparseattn.cli.results import results_folder
+from sparseattn.cli.results import own_folder, results_folder
 from sparseattn.recommend.exports import NoExportError, export_plan
 from sparseattn.reporting.terminal import plain
 from sparseattn.roles.plan import Plan
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.utils.files import write_atomic
-from sparseattn.utils.locks import locked
 from sparseattn.utils.ranks import of_job
 
 
@@ -37,14 +35,11 @@ def run(options: RecommendOptions) -> None:
     from sparseattn.cli.recommend_search import NoPlanError, search
     from sparseattn.cli.recommend_show import page, say
 
-    results_folder(options.out)
     path = options.plan_path
     why = path.with_suffix(".md")
-    if not path.parent.is_dir():
-        raise ValueError(f"the folder of --plan does not exist: {path.parent}")
-    with contextlib.ExitStack() as stack:
-        if not ranks or ranks.first:
-            stack.enter_context(locked(options.out / "recommend.lock", f"--out {options.out}"))
+    with own_folder(options.out, "recommend", ranks):
+        if not path.parent.is_dir():
+            raise ValueError(f"the folder of --plan does not exist: {path.parent}")
         try:
             result = search(options, options.out / "recommend.jsonl", ranks)
         except NoPlanError as error:

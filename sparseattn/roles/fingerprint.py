@@ -16,7 +16,7 @@ BEGINNING = 64  # entries of each parameter
 
 
 def fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Of names and parameters. In bfloat16, so that a model loaded in 32 bits and in these has one fingerprint."""
+    """Of names and parameters. In bfloat16, so that a model in float32 and in bfloat16 has one fingerprint."""
     parts = {name: _whole(value.detach()).flatten()[:BEGINNING].to(torch.bfloat16) for name, value in parameters}
     return tensors_hash(parts)[:16]
 

@@ -43,7 +43,7 @@ def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         if lock is Lock.NONE:
             warnings.warn(
                 f"nothing keeps {what} for one process, as the file system of {path} has no locks: two runs there at "
-                f"once would write every record twice",
+                f"once would spoil each other's records",
                 stacklevel=3,
             )
         with naming(path):

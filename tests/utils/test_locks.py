@@ -83,7 +83,7 @@ def test_a_file_system_without_locks_is_said_and_used(
 
     monkeypatch.setattr(files.fcntl, "flock", none)
     path, done = tmp_path / "eval.lock", []
-    sentence = "nothing keeps the folder for one process, .* no locks: two runs there at once would write every record"
+    sentence = "nothing keeps the folder for one process, .* no locks: two runs there at once would spoil each other's"
     with pytest.warns(UserWarning, match=sentence) as said, locked(path, "the folder"):
         done.append(path.read_text())
     assert said[0].filename == __file__

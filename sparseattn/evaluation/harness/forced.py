@@ -99,9 +99,10 @@ def _prefilled(model: Any, empty: SparseCache, prefixes: Sequence[tuple[int, ...
     cache, longest = empty.clone(), max(map(len, prefixes))
     cache.sparse_from = longest
     rows = [[0] * (longest - len(prefix)) + list(prefix) for prefix in prefixes]
-    ids = torch.tensor(rows, dtype=torch.long, device=input_device(model)).view(len(prefixes), longest)
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=input_device(model))
-    mask = (torch.arange(longest, device=input_device(model)) >= longest - lengths[:, None]).long()
+    device = input_device(model)
+    ids = torch.tensor(rows, dtype=torch.long, device=device).view(len(prefixes), longest)
+    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
+    mask = (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
     if longest:
         _forward(model, cache, ids, mask, 1)
         cache.seal()
@@ -110,11 +111,11 @@ def _prefilled(model: Any, empty: SparseCache, prefixes: Sequence[tuple[int, ...
 
 def _fed(model: Any, cache: SparseCache, mask: Tensor, fed: Sequence[tuple[int, ...]]) -> Tensor:
     """Return the logits `[B,n,V]` behind tokens that are fed, padded on the right."""
-    longest = max(map(len, fed))
+    longest, device = max(map(len, fed)), input_device(model)
     rows = [list(tokens) + [0] * (longest - len(tokens)) for tokens in fed]
-    lengths = torch.tensor([len(tokens) for tokens in fed], device=input_device(model))
-    own = (torch.arange(longest, device=input_device(model)) < lengths[:, None]).long()
-    return _forward(model, cache, torch.tensor(rows, device=input_device(model)), torch.cat([mask, own], 1), 0)
+    lengths = torch.tensor([len(tokens) for tokens in fed], device=device)
+    own = (torch.arange(longest, device=device) < lengths[:, None]).long()
+    return _forward(model, cache, torch.tensor(rows, device=device), torch.cat([mask, own], 1), 0)
 
 
 def _forward(model: Any, cache: SparseCache, ids: Tensor, mask: Tensor, logits: int) -> Tensor:

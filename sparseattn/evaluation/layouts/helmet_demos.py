@@ -60,12 +60,7 @@ class Demos:
     def _shown(self, demo: dict[str, Any]) -> str:
         """Return an example over passages as it stands before a question."""
         template, passage = self.templates["demo_template"], self.templates["passage_template"]
-        return self._made(
-            demo,
-            lambda demo: template.format(
-                **{**demo, "documents": _passages(demo, passage), "answer": _answers(demo)[0]}
-            ) + "\n\n",
-        )  # fmt: skip
+        return self._made(demo, lambda demo: _answered(demo, template, passage))
 
     def _made(self, demo: dict[str, Any], make: Callable[[dict[str, Any]], str]) -> str:
         """Return what `make` makes of an example; ValueError naming its place in the second file."""
@@ -84,6 +79,10 @@ class Demos:
         demos = "".join(self._made(demo, lambda demo: _ranked(demo, passage)) for demo in drawn)
         context, right = _passages(fields, passage), [_ranking(fields)]
         return {"question": text(fields, "query"), "demos": demos, "context": context, "right": right}
+
+
+def _answered(demo: Mapping[str, Any], template: str, passage: str) -> str:
+    return template.format(**{**demo, "documents": _passages(demo, passage), "answer": _answers(demo)[0]}) + "\n\n"
 
 
 def _ranked(demo: Mapping[str, Any], passage: str) -> str:
