@@ -42,7 +42,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("select", Search, "choose"),
     ("attend", decode, "attend"),
     ("attend", decode, "attend_stored"),
-    ("layer", SparseLayer, "attend"),  # the four above, checks, counters
+    ("attend", Search, "decoded"),  # of methods that choose and attend at once
+    ("layer", SparseLayer, "attend"),  # those above, checks, counters
 )
 
 

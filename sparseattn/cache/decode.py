@@ -57,6 +57,10 @@ def decode(
     if cache.ranks is not None:
         return _decode_over_ranks(query, cache, allowed, cache.ranks, scale, impl)
     if cache.sealed_device is None:
+        if not cache.check and cache.codec is None and allowed.mass is None:
+            out = search.decoded(query, allowed.rows, scale, impl)
+            if out is not None:
+                return out
         selection = search.choose(query, allowed, counted=cache.check)
         return attend_chosen(query, cache, selection, scale=scale, impl=impl)
     return _decode_beside_host(query, cache, allowed, scale, impl)

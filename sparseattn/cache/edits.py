@@ -69,6 +69,7 @@ class CacheEdits:
         self.stored.broken = f"{self.selector!r} failed while rows were sealed or freed"
         for part in self.search.abilities.followers:
             part.keep(ids)
+        self._let_go()
         self.stored.compact(ids)
         self.stored.broken = ""
         self.search.forget()  # places that are others' now
@@ -94,6 +95,11 @@ class CacheEdits:
         """Raise what `crop` would, and change nothing."""
         self.stored.check_crop(self._dropped(drop))
 
+    def _let_go(self) -> None:
+        """Keep nothing that holds storage which is about to be replaced, as much memory as the rows take."""
+        self._tokens.let_go()
+        self.search.let_go()
+
     def _dropped(self, drop: int | Tensor) -> list[int]:
         self.stored.require()
         input_checks.check_repeatable(self.stored.keys.full, "dropping rows")
@@ -108,6 +114,7 @@ class CacheEdits:
         self.stored.require()
         input_checks.check_repeatable(self.stored.keys.full, "reordering sequences")
         input_checks.check_indices(index, self.batch)
+        self._let_go()
         self.stored.take(index)
         self.search.lookahead = None  # of sequences as they were
         self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
@@ -128,6 +135,7 @@ class CacheEdits:
 
     def reset(self) -> None:
         """Forget every row, the selector's too, and free the storage unless it is fixed; the configuration stays."""
+        self._let_go()
         self.stored.reset()
         self.selector.reset()
         self.search.forget()
@@ -157,8 +165,8 @@ class CacheEdits:
             device: the cache's own, where later rows come; sealed ones go to `sealed_device` if there is one.
 
         Raises:
-            ValueError: a file that is damaged, or of another selector, index, layer, sink, window, seal or codec. The
-                cache stays empty.
+            ValueError: a file that is damaged, or of another selector, index, layer, RoPE, sink, window, seal or codec.
+                The cache stays empty.
         """
         prompt_files.load(self, path, device)
         return self
@@ -185,6 +193,7 @@ class CacheEdits:
             ValueError: a selector that works in host memory only, and no `sealed_device`.
         """
         input_checks.check_reachable(self.selector, torch.device(device), self.sealed_device)
+        self._let_go()
         self.stored.to(device)
         if self.sealed_device is None:
             self.selector.to(device)

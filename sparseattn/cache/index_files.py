@@ -6,7 +6,7 @@ A file is safetensors: the tensors of the selector's row buffers, and the order 
 metadata (strings, as safetensors requires):
 
     format     "sparseattn-index"
-    version    "3"
+    version    "4"
     selector   the class: its name in the registry, or `module:Class` (`selectors.identity`); it is compared, and
                nothing is imported by it
     arguments  JSON object, `Selector.index_arguments`: what the index depends on beside the rows
@@ -33,6 +33,7 @@ from sparseattn.cache.selector_state import check_described, described, filled
 from sparseattn.cache.state_checks import append_first
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.registry import SELECTORS
 from sparseattn.utils.hashing import tensors_hash
 from sparseattn.utils.json_text import parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
@@ -40,6 +41,9 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 FORMAT = "sparseattn-index"
 VERSION = "4"
 ORDER = "order"
+# Of which methods and folders it was said that nothing is kept: a model has a cache for every layer. Python's own count
+# of what was said begins again wherever warnings are caught.
+_WARNED: set[tuple[str, Path]] = set()
 
 
 class IndexFileError(ValueError):
@@ -159,8 +163,28 @@ def kept(selector: Selector) -> bool:
 
 def _says(selector: Selector) -> bool:
     """Whether it overrides `check_state`, and so do its parts."""
-    own = type(selector).check_state is not Selector.check_state
-    return own and all(_says(part) for _, part in selector.parts())
+    return _overrides(type(selector)) and all(_says(part) for _, part in selector.parts())
+
+
+def _overrides(method: type[Selector]) -> bool:
+    return method.check_state is not Selector.check_state
+
+
+def keepers() -> list[str]:
+    """Return the names of the methods whose index is kept in files, but for those made of other methods."""
+    return [name for name, method in SELECTORS.items() if _overrides(method) and not method.part_names]
+
+
+def warn_if_built_anew(selector: Selector, folder: Path) -> None:
+    """Warn, once for each folder, of a method that builds an index and does not keep it in files."""
+    about = str(selector), folder.resolve()
+    if kept(selector) or not any(True for _ in selector.buffers()) or about in _WARNED:
+        return
+    _WARNED.add(about)
+    warnings.warn(
+        f"{selector} keeps no index in a folder, it is built anew: methods that do are {', '.join(keepers())}",
+        stacklevel=3,
+    )
 
 
 def _file_name(selector: Selector, rows_hash: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks, rank_checks
 from sparseattn.cache.edits import CacheEdits
-from sparseattn.cache.index_files import usable_folder
+from sparseattn.cache.index_files import usable_folder, warn_if_built_anew
 from sparseattn.cache.layout import Zones
 from sparseattn.cache.ranks import Ranks
 from sparseattn.cache.rows import CUT_SHORT, StoredRows
@@ -74,7 +74,8 @@ class KVCache(CacheEdits):
             is gone with the cache: a cache may then be larger than memory, where its selector does not read stored
             keys. None: sealed rows lie between sink and recent rows.
         indexes: folder of index files (`index_files`): the first seal takes the index of the same rows from there if it
-            can, and writes it there if it had to build it. Made if it is not there; it only ever grows.
+            can, and writes it there if it had to build it. Made if it is not there; it only ever grows. A method that
+            does not say what its index must be (`Selector.check_state`) keeps none there, and a warning says so.
         rows: how sealed rows are kept, a `RowCodec` or its text ("kivi:bits=4"); other rows stay as they come. A
             selector is shown the rows as they came, once: none that scores stored keys (`ReadsKeys`) or learns from
             weights (`Observes`) can be had. Rows are sealed in multiples of the codec's group. None: as they come.
@@ -141,6 +142,8 @@ class KVCache(CacheEdits):
         )
         self._tokens, self.search = TokenStore(self.stored), Search(selector, self.stored, check, ranks)
         folder = None if indexes is None else usable_folder(indexes)
+        if folder is not None:
+            warn_if_built_anew(selector, folder)
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)
         self._capacity = capacity if fixed else None
         if fixed:
@@ -278,6 +281,7 @@ class KVCache(CacheEdits):
         if first:
             self._begin(zones, keys)
         stored.broken = CUT_SHORT
+        self._let_go()
         stored.store(keys, values, queries, at, self.window + self.rollback)
         if self._shown.views:
             self._shown.refresh()
@@ -334,6 +338,7 @@ class KVCache(CacheEdits):
     @keeps_tensors
     def _seal_rows(self, each: list[int], decoded: int) -> None:
         self.stored.broken = f"{self.selector!r} failed while rows were sealed or freed"
+        self._let_go()
         self._shown.seal(each, decoded)
         self.stored.broken = ""
 

@@ -8,7 +8,8 @@ in it (`tensor_files`). Of each cache the tensors are, under a prefix of its own
     queries/...    queries of the prompt that wait for a seal
     selector/...   the selector's index, by the names of `Selector.buffers`
 
-and `said`, in the metadata, is JSON: settings, zones, and the selector as index files name it (`selector_state`). Rows
+and `said`, in the metadata, is JSON: settings, zones, and the selector as index files name it (`selector_state`). Of
+one cache it has the layer's RoPE too, if that is known, of a model's that of each layer (`rope_facts`). Rows
 lie in the file as if apart from each other, whatever the cache that wrote it, so that one that keeps sealed rows in
 host memory takes what another kept on a GPU.
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.cache.layout import Zones
 from sparseattn.cache.ranks import Ranks
+from sparseattn.cache.rope_facts import ROPE, check_rope, rope_said
 from sparseattn.cache.rows import StoredRows
 from sparseattn.cache.selector_state import (
     check_described,
@@ -37,6 +39,7 @@ from sparseattn.cache.selector_state import (
 )
 from sparseattn.codecs.base import RowCodec
 from sparseattn.core.row_buffer import State
+from sparseattn.kernels.attend.dispatch import DTYPES
 from sparseattn.selectors.base import Selector
 from sparseattn.utils.json_text import parse_entry
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
@@ -74,6 +77,7 @@ class PromptFileError(ValueError):
 def save(cache: SavedCache, path: str | os.PathLike[str]) -> None:
     """Write what one cache holds, see `KVCache.save`."""
     tensors, said = written(cache)
+    said[ROPE] = rope_said(cache.selector.layer_context.rope)
     save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "said": json.dumps(said)})
 
 
@@ -85,6 +89,9 @@ def load(cache: SavedCache, path: str | os.PathLike[str], device: torch.device |
         if not isinstance(said, dict) or "layers" in said:
             raise ValueError("holds the layers of a model: SparseCache.load reads it")
         check(cache, said)
+        context = cache.selector.layer_context
+        if context.rope is not None and said.get(ROPE) is not None:  # a cache need not know its layer's
+            check_rope(said, context.rope, context.layer)
         fill(cache, said, tensors, torch.device(device))
     except ValueError as error:
         raise PromptFileError(f"{os.fspath(path)}: {error}") from error
@@ -165,8 +172,9 @@ def check(cache: SavedCache, said: Mapping[str, Any]) -> None:
     check_whole(cache)
     if cache.batch:
         raise ValueError("a prompt cache is loaded into an empty cache: reset() this one, or make a new one")
-    if said.get("dtype") not in ("torch.float32", "torch.float16", "torch.bfloat16"):
-        raise ValueError(f"its rows have the dtype {said.get('dtype')}, and a cache holds floats of 16 or 32 bits")
+    kinds = [str(kind) for kind in DTYPES]
+    if said.get("dtype") not in kinds:
+        raise ValueError(f"its rows have the dtype {said.get('dtype')}, and a cache holds one of {', '.join(kinds)}")
     try:
         check_described(said, cache.selector, source=cache.selector.source())
     except ValueError as error:

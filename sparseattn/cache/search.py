@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks, selection_checks
 from sparseattn.cache.abilities import Abilities
+from sparseattn.cache.at_once import StepAtOnce
 from sparseattn.cache.rank_choice import RankChoice
 from sparseattn.cache.ranks import Ranks
 from sparseattn.cache.rows import StoredRows
@@ -46,6 +47,7 @@ class Search:
     def __init__(self, selector: Selector, stored: StoredRows, check: bool, ranks: Ranks | None = None) -> None:
         self.selector, self.stored, self.check, self.ranks = selector, stored, check, ranks
         self._of_ranks = None if ranks is None else RankChoice.of(selector, stored, ranks)
+        self._at_once = StepAtOnce.of(selector, stored)
         self.lookahead: Tensor | None = None
         self.abilities = Abilities.of(selector)
         self.pages_checked = self.keep_choice = False
@@ -58,11 +60,16 @@ class Search:
         self.latest_tail: Tail | None = None
         self.latest_promise: Promise | None = None
 
+    def let_go(self) -> None:
+        """Keep no storage alive that is about to be replaced."""
+        if self._at_once is not None:
+            self._at_once.let_go()
+
     def of(self, selector: Selector, stored: StoredRows) -> Search:
         """Return the search of a cache's clone, which foresees nothing."""
         twin = copy.copy(self)
         twin.selector, twin.stored, twin.abilities = selector, stored, Abilities.of(selector)
-        twin.lookahead = None
+        twin.lookahead, twin._at_once = None, StepAtOnce.of(selector, stored)
         twin._of_ranks = None if self.ranks is None else RankChoice.of(selector, stored, self.ranks)
         return twin
 
@@ -146,6 +153,18 @@ class Search:
         if weighed_here and counted:
             self.latest = self._also_read(self.latest)
         return self.latest
+
+    def decoded(self, query: Tensor, rows: int, scale: float | None, impl: str | None) -> Tensor | None:
+        """Choose and attend at once, and keep the selection as `choose` does; None where that takes two calls: most
+        methods choose by other things than bounds, and what the last step chose may be asked for again."""
+        if self._at_once is None or self.keep_choice:
+            return None
+        if (found := self._at_once(query, rows, scale, impl)) is None:
+            return None
+        out, self.latest = found
+        self.latest_tail = self.latest_promise = self.lookahead = None
+        self._latest_sealed = [*self.stored.zones.sealed]
+        return out
 
     def _shown(self) -> dict[str, Tensor]:
         """Return what the selector sees of the cache at a step, by the names that it has there."""

@@ -29,6 +29,7 @@ def check_described(said: Mapping[str, Any], selector: Selector, **more: str) ->
     """Refuse what was written of another selector than this one, or has other entries than `more`: ValueError, whose
     sentence goes on behind the name of a file."""
     wording = {"selector": "an index of", "arguments": "built with", "rows": "of the rows with SHA-256"}
+    wording["source"] = "made by"
     for name, mine in {**described(selector), **more}.items():
         if said.get(name) != mine:
             raise ValueError(f"{wording[name]} {said.get(name)}, here it would be {mine}")

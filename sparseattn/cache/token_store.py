@@ -50,6 +50,10 @@ class TokenStore:
         stored.broken = ""
         return done
 
+    def let_go(self) -> None:
+        """Keep no storage alive that is about to be replaced."""
+        self._room = None
+
     def _holds(self, room: Storage) -> bool:
         """Whether the rows lie there still: storage is replaced where it grows, and with other sequences."""
         stored = self.stored

@@ -58,8 +58,21 @@ class LazyCommand(TyperCommand):
     """A command whose options are imported when they are asked for, and the rest when it runs."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return the context of the command that `load` makes, which is what runs."""
-        return load(str(self.name)).make_context(info_name, args, parent, **extra)
+        """Return the context of the command that `load` makes, which is what runs; no option of it is an empty text."""
+        words = list(args)  # parsing takes them away
+        context = load(str(self.name)).make_context(info_name, args, parent, **extra)
+        if not context.resilient_parsing:
+            _refuse_empty(context, words)
+        return context
+
+
+def _refuse_empty(context: Any, words: list[str]) -> None:
+    """Refuse an option or an argument without a character: a path would be the current folder, a name the default."""
+    given, *_ = context.command.make_parser(context).parse_args(args=words)  # texts, of which a context has made paths
+    for parameter in context.command.params:
+        value = given.get(parameter.name)
+        if "" in (value if isinstance(value, list | tuple) else (value,)):
+            raise typer.BadParameter("it must not be empty, got ''", ctx=context, param=parameter)
 
 
 class Commands(TyperGroup):

@@ -42,7 +42,7 @@ TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments"),
 
 def run(options: BenchOptions) -> None:
     """Run `sparseattn bench`."""
-    roles = open_roles(options.roles, trusted=shared.trusted(options.trust, options.selector))
+    roles = open_roles(options.roles, trusted=shared.trusted(options.trust, options.selector, options.roles))
     chosen = ChosenMethods.of(options.selector or [], roles)
     equal = options.equal
     for method in chosen.named or ChosenMethods.of(SELECTED).methods:

@@ -16,7 +16,7 @@ from sparseattn.cli import values
 from sparseattn.cli.capture_options import CaptureOptions
 from sparseattn.cli.inputs import named_text, open_model, open_text
 from sparseattn.cli.progress import progress_bar, progress_of
-from sparseattn.cli.results import results_folder
+from sparseattn.cli.results import check_tensor_file, results_folder
 from sparseattn.reporting.terminal import Screen
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.devices import usable_device
@@ -143,8 +143,7 @@ def _content(source: str | Path) -> bytes:
 
 def _trace(text: str | Path, out: Path) -> dict[Path, str | Path]:
     """Return the trace file `out` -> its text."""
-    if out.suffix != ".safetensors" or (out.exists() and not out.is_file()):
-        raise ValueError(f"--out must be a .safetensors file, got {out}")
+    check_tensor_file(out)
     if not out.parent.is_dir():
         raise ValueError(f"the folder of --out does not exist: {out.parent}")
     return {out: text}

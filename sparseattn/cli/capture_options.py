@@ -68,3 +68,5 @@ class CaptureOptions:
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ValueError(f"--{name} must be 1 or more, got {number}")
+        if self.tokens is not None and self.queries is not None and self.queries > self.tokens:
+            raise ValueError(f"--queries must be at most --tokens {self.tokens}, got {self.queries}")

@@ -117,7 +117,7 @@ class DoctorOptions:
         from sparseattn.roles.plan import Plan
         from sparseattn.roles.roles import Roles
 
-        modules = shared.trusted(self.trust, [self.selector] if self.selector else None)
+        modules = shared.trusted(self.trust, [self.selector] if self.selector else None, self.roles, self.plan)
         if self.plan is not None:
             return Plan.load(self.plan, modules)
         return None if self.roles is None else Roles.load(self.roles, modules)

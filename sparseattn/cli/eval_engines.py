@@ -34,10 +34,10 @@ from sparseattn.utils.devices import quarter_of_memory
 AT_ONCE = 4  # requests at a server, or prompts in vLLM
 # Options, as the command has them, that need the model's inside; and those among them that vLLM here takes.
 INSIDE = (
-    *("selector", "roles", "plan", "budget", "protocol", "dense_layers", "sparse_layers", "sink", "window", "seal"),
-    *("kv_rows", "text", "last", "dtype", "device", "tensor_parallel", "chunk"),
+    *("selector", "roles", "plan", "trust", "budget", "protocol", "dense_layers", "sparse_layers", "sink", "window"),
+    *("seal", "kv_rows", "text", "last", "dtype", "device", "tensor_parallel", "chunk"),
 )
-IN_VLLM = ("selector", "plan", "budget", "dense_layers", "sink", "window", "dtype")
+IN_VLLM = ("selector", "plan", "trust", "budget", "dense_layers", "sink", "window", "dtype")
 
 
 @dataclass(frozen=True, eq=False)

@@ -396,7 +396,7 @@ class EvalOptions:
         from sparseattn.cli.inputs import open_roles
         from sparseattn.roles.plan import Plan
 
-        modules = shared.trusted(self.trust, self.selector)
+        modules = shared.trusted(self.trust, self.selector, self.roles, self.plan)
         return methods(
             self.specs,
             self.budget,

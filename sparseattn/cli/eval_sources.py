@@ -108,6 +108,7 @@ def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, 
     depths = list(options.needle_depths) if TASKS[name].uses_depth else [0.0]
     make_one = functools.partial(example, name, count=tokens.count, filler=filler, spare=tokens.spare)
     longest = options.prompt_lengths[-1]
+    engine.check(longest, f"a prompt of --lengths {longest}")  # before one is made
     for depth in depths:
         shortest = Prompt.of(make_one(options.prompt_lengths[0], depth, options.seed), tokens, options.answer_tokens)
         engine.check(longest + shortest.limit, f"--lengths {longest} with an answer of {shortest.limit} tokens")

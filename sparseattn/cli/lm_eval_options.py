@@ -64,6 +64,7 @@ class LmEvalOptions:
         """How to decode."""
         from sparseattn.evaluation.harness.settings import SparseSettings
 
+        selectors = [self.selector] if self.selector else None
         return SparseSettings(
             selector=self.selector,
             budget=self.budget,
@@ -73,6 +74,6 @@ class LmEvalOptions:
             dense_layers=self.dense_layers,
             roles=None if self.roles is None else str(self.roles),
             plan=None if self.plan is None else str(self.plan),
-            trust=tuple(sorted(shared.trusted(self.trust, [self.selector] if self.selector else None))),
+            trust=tuple(sorted(shared.trusted(self.trust, selectors, self.roles, self.plan))),
             tail=self.tail,
         )

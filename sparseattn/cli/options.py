@@ -67,11 +67,26 @@ def allow_own_modules(selectors: str | Iterable[str] | None, modules: Iterable[s
                 sys.path.append(here)
 
 
-def trusted(modules: Iterable[str] | None, selectors: Iterable[str] | None) -> frozenset[str]:
-    """Return the modules that the user named, by `--trust` or in selectors; ValueError for what is no name of one."""
+def trusted(modules: Iterable[str] | None, selectors: Iterable[str] | None, *files: object) -> frozenset[str]:
+    """Return the modules that the user named, by `--trust` or in selectors.
+
+    Args:
+        modules: of `--trust`.
+        selectors: as texts.
+        files: what options of files of roles and of plans have, whose classes `modules` are for.
+
+    Raises:
+        ValueError: what is no name of a module, or modules without any file.
+    """
     from sparseattn.selectors.trust import named_modules, trusted_modules
 
-    return trusted_modules(list(modules or ())).union(named_modules(selectors or ()))
+    by_name = trusted_modules(list(modules or ()))
+    if by_name and not any(files):
+        raise ValueError(
+            f"--trust {', '.join(sorted(by_name))} is for a file of roles or a plan that names classes of that module, "
+            f"and none is given: leave --trust out, or name a file"
+        )
+    return by_name.union(named_modules(selectors or ()))
 
 
 def given_options(context: typer.Context) -> set[str]:

@@ -95,6 +95,9 @@ class RecallOptions:
             raise ValueError(f"--values must be 1 or more, got {self.values!r}")
         if self.tokens is not None and self.keys and not self.traces:
             raise ValueError("--tokens shortens traces, and --keys alone measures none: name a trace")
+        of_traces = [name for name in ("layers", "sink") if getattr(self, name) != getattr(type(self), name)]
+        if of_traces and self.keys and not self.traces:
+            raise ValueError(f"only traces have {shared.spelled(of_traces)}: name a trace")
         of_keys = ("gap", "spread", "size", "seed")
         if not self.keys and (idle := [name for name in of_keys if getattr(self, name) != getattr(type(self), name)]):
             raise ValueError(f"only synthetic keys have {shared.spelled(idle)}: give --keys")

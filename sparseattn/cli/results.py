@@ -28,6 +28,12 @@ def results_folder(out: Path) -> None:
         tempfile.TemporaryFile(dir=out).close()
 
 
+def check_tensor_file(out: Path) -> None:
+    """Refuse what is no .safetensors file as `--out`."""
+    if out.suffix != ".safetensors" or (out.exists() and not out.is_file()):
+        raise ValueError(f"--out must be a .safetensors file, got {out}")
+
+
 @contextlib.contextmanager
 def own_folder(out: Path, command: str, ranks: JobRanks | None = None) -> Iterator[None]:
     """Make the folder `out`, and keep a command's files in it for this process within the block.

@@ -123,7 +123,7 @@ class ServeOptions:
     @cached_property
     def modules(self) -> frozenset[str]:
         """The modules that the user named."""
-        return shared.trusted(self.trust, [self.selector])
+        return shared.trusted(self.trust, [self.selector], self.plan)
 
     @cached_property
     def opened_plan(self) -> Plan | None:

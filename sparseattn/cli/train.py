@@ -13,6 +13,7 @@ import typer
 
 from sparseattn.cli import values
 from sparseattn.cli.progress import progress_bar, progress_of
+from sparseattn.cli.results import check_tensor_file
 from sparseattn.cli.train_options import A2ATS, INDEXES, LOCRET, QUERYPQ, SAAP, TrainOptions
 from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
@@ -32,6 +33,7 @@ def run(options: TrainOptions) -> None:
     if options.method != SAAP and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"--method {options.method} takes one process, got {os.environ['WORLD_SIZE']} of torchrun")
     out = options.out
+    check_tensor_file(out)
     with contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0" and out.parent.is_dir():  # else what runs says so
             stack.enter_context(locked(out.with_name(f".{out.name}.lock"), f"--out {out}"))

@@ -25,7 +25,10 @@ def use_threads(work: float = math.inf, alone: int = ALONE) -> int:
     """
     threads = int(min(torch.get_num_threads(), MOST_THREADS, 1 + work / alone))
     if getattr(LET, "threads", None) != threads:
+        of_torch = torch.get_num_threads()
         numba.set_num_threads(threads)
+        if torch.get_num_threads() != of_torch:  # numba's first call sets the OpenMP runtime that it shares with torch
+            torch.set_num_threads(of_torch)
         LET.threads = threads
     return threads
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sparseattn.models.errors import ModelError
 from sparseattn.models.native_choice import PASSED, choice_of, passed
 
+HIDES = -1e4  # what a mask adds to the logits of hidden keys, or less
 PREFIX = "sparseattn_"  # of the names that this module registers
 _ORIGINALS: dict[str, str] = {}  # such a name -> the implementation that it stands in for
 
@@ -42,6 +44,20 @@ class Call:
     def window(self) -> int | None:
         """Tokens of a sliding window, None for the whole context."""
         return self.options.get("sliding_window")
+
+    @property
+    def causal(self) -> bool:
+        """Whether queries do not attend to keys after their own, in a pass without a past.
+
+        Without `is_causal` a layer counts as causal, as it does in transformers. With it false, its mask may still be.
+        """
+        said = self.options.get("is_causal")
+        if (getattr(self.module, "is_causal", True) if said is None else said) or self.query.shape[2] == 1:
+            return True
+        if not isinstance(self.mask, Tensor) or self.mask.ndim != 4:
+            return False
+        last = self.mask[..., 0, -1]
+        return not last.any() if last.dtype == torch.bool else bool((last <= HIDES).all())
 
 
 # Arguments of an attention function that change its output beyond softmax attention over keys and values.
@@ -75,6 +91,16 @@ def implementation(model: Any) -> str:
             f"the attention of {name_of(model)} is routed already, by a SparseCache or a capture: undo that"
         )
     return name
+
+
+def check_causal(model: Any, calls: Iterable[Call]) -> None:
+    """Refuse, by ModelError, a model whose tokens attend to later ones, given the calls of a pass without a past."""
+    for call in calls:
+        if not call.causal:
+            raise ModelError(
+                f"layer {call.layer} of {name_of(model)} attends to later tokens too, only causal models are served "
+                f"(BERT and its kin are causal with is_decoder=True)"
+            )
 
 
 def name_of(model: Any) -> str:

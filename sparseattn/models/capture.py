@@ -21,6 +21,7 @@ from sparseattn.models.attention_routing import (
     Call,
     Route,
     beyond_softmax,
+    check_causal,
     delegate,
     implementation,
     name_of,
@@ -310,7 +311,11 @@ def _prefill(
 
 
 def probe(model: Any, original: str, input_ids: Tensor, **inputs: Any) -> dict[int, Call]:
-    """Return the first attention call of every layer in a pass over a few tokens `[1,n]`; no cache by default."""
+    """Return the first attention call of every layer in a pass over a few tokens `[1,n]`; no cache by default.
+
+    Raises:
+        ModelError: no call comes, or a layer attends to later tokens too.
+    """
     calls: dict[int, Call] = {}
 
     def listener(call: Call) -> tuple[Tensor, Any]:
@@ -325,6 +330,7 @@ def probe(model: Any, original: str, input_ids: Tensor, **inputs: Any) -> dict[i
             f"{name_of(model)} runs no softmax attention through transformers' AttentionInterface, so there is none to "
             f"follow"
         )
+    check_causal(model, calls.values())
     return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -142,6 +143,13 @@ def _whole_context(layers: Sequence[Any], attention: Mapping[int, AttentionLayer
     return [i for i in able if i not in attention or attention[i].window is None]
 
 
+def _kinds(layers: Sequence[Any], attention: Mapping[int, AttentionLayer]) -> str:
+    """Return how many layers of which class a cache of transformers has, in words."""
+    slide = {i for i, x in enumerate(layers) if type(x) is DynamicLayer and i in attention}  # others are not able
+    kinds = Counter(f"{type(x).__name__}{' with a sliding window' if i in slide else ''}" for i, x in enumerate(layers))
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no layers"
+
+
 def sparse_layers(
     model: Any, layers: Sequence[Any], attention: Mapping[int, AttentionLayer], dense: Sequence[int]
 ) -> list[int]:
@@ -152,7 +160,10 @@ def sparse_layers(
     """
     able = _whole_context(layers, attention)
     if not able:
-        raise ModelError(f"{name_of(model)} has no layer that attends to the whole context: there is nothing to select")
+        raise ModelError(
+            f"{name_of(model)} has no layer that attends to the whole context and keeps keys and values alone, only "
+            f"such layers are served: its cache has {_kinds(layers, attention)}"
+        )
     sparse = [i for i in able if i not in dense]
     for i in sparse:
         if i not in attention:

@@ -1,9 +1,10 @@
 """Prompt caches of a model: every layer of a `SparseCache` in one file, see `cache.prompt_files`.
 
-The metadata's `said` holds the model's fingerprint and name, and of each layer what it is: "sparse" with what is said
-of the cache of each part of its heads, "native" where the model's own index chooses, or "dense" and "sliding", whose
-rows transformers keeps. Tensors of layer i begin with `layers.i/`, those of its part p with `layers.i/p/`, and with
-`layers.i/kept/` what layers of a model with an index of its own hold beside: the keys of that index, rows or latents.
+The metadata's `said` holds the model's fingerprint and name, and of each layer its RoPE and what it is: "sparse" with
+what is said of the cache of each part of its heads, "native" where the model's own index chooses, "dense" and
+"sliding", whose rows transformers keeps, or "keyless", which reads another layer's rows or none and has no tensors.
+Tensors of layer i begin with `layers.i/`, those of its part p with `layers.i/p/`, and with `layers.i/kept/` what layers
+of a model with an index of its own hold beside: the keys of that index, rows or latents.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from torch import Tensor
 
 from sparseattn.cache import prompt_files
 from sparseattn.cache.prompt_files import FORMAT, VERSION, WHAT, PromptFileError
+from sparseattn.cache.rope_facts import ROPE, check_rope, rope_said
+from sparseattn.core.rope import Rope
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.index_keys import KeepsIndex
 from sparseattn.models.input_device import input_device
 from sparseattn.models.native_layer import NativeLayer
 from sparseattn.models.sparse_layer import SparseLayer
-from sparseattn.models.transformers_classes import DynamicLayer, DynamicSlidingWindowLayer
+from sparseattn.models.transformers_classes import KEEPS_NOTHING, DynamicLayer, DynamicSlidingWindowLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.utils.json_text import parse_entry
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
 
-KINDS: dict[type, str] = {DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding"}
+KEYLESS = "keyless"
+KINDS: dict[type | None, str] = {DynamicLayer: "dense", DynamicSlidingWindowLayer: "sliding", KEEPS_NOTHING: KEYLESS}
 KEPT = "kept"
 REAL = "real"  # which tokens are no padding, `[B,T]` bool
 
@@ -56,7 +60,7 @@ def save(cache: SavedModel, path: str | os.PathLike[str]) -> None:
         except ValueError as error:
             raise PromptFileError(f"layer {index}: {error}") from error
         tensors |= {f"layers.{index}/{name}": part for name, part in parts.items()}
-        layers.append(said)
+        layers.append({**said, ROPE: rope_said(_rope(cache, index))})
     if cache.real is not None:
         tensors[REAL] = cache.real
     said = {**_model(cache.model), "layers": layers}
@@ -73,7 +77,8 @@ def load(cache: SavedModel, path: str | os.PathLike[str]) -> Tensor | None:
     try:
         said = parse_entry(metadata, "said")
         _check_model(said, cache)
-        for layer, entry in zip(cache.layers, said["layers"], strict=True):
+        for index, (layer, entry) in enumerate(zip(cache.layers, said["layers"], strict=True)):
+            check_rope(entry, _rope(cache, index), index)
             _check(layer, entry)
         real = tensors.pop(REAL, None)
         by_layer = _by_layer(tensors, len(cache.layers))
@@ -85,6 +90,12 @@ def load(cache: SavedModel, path: str | os.PathLike[str]) -> Tensor | None:
         cache.reset()
         why = str(error) if isinstance(error, ValueError) else f"it lacks {error}"
         raise PromptFileError(f"{os.fspath(path)}: {why}") from error
+
+
+def _rope(cache: SavedModel, index: int) -> Rope | None:
+    """Return what a layer was seen to apply; None where it is no softmax attention, or nothing fixed."""
+    known = cache.prepared.layers
+    return known[index].rope if index in known else None
 
 
 def _model(model: Any) -> dict[str, str]:
@@ -124,6 +135,8 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
 def _written(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a layer's tensors, and what is said of it."""
     kind = _kind(layer)
+    if kind == KEYLESS:
+        return {}, {"kind": kind}
     if not isinstance(layer, SparseLayer):
         length = getattr(layer, "cumulative_length", None)
         return {"keys": layer.keys, "values": layer.values}, {"kind": kind, "columns": length}
@@ -168,6 +181,8 @@ def _check(layer: Any, said: Mapping[str, Any]) -> None:
 
 
 def _fill(layer: Any, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    if said["kind"] == KEYLESS:
+        return
     if not isinstance(layer, SparseLayer):
         keys, values = tensors["keys"].to(device), tensors["values"].to(device)
         layer.lazy_initialization(keys, values)

@@ -35,7 +35,7 @@ from sparseattn.models.layer_maker import LayerMaker
 from sparseattn.models.model_hooks import leave, prepare, restore
 from sparseattn.models.native_layer import native_layers
 from sparseattn.models.passes import Passes, sparse_tokens
-from sparseattn.models.real_tokens import RealTokens
+from sparseattn.models.real_tokens import RealTokens, check_generated
 from sparseattn.models.sparse_layer import Run, SparseLayer, another_dtype
 from sparseattn.models.stats import LayerStats, Stats
 from sparseattn.models.transformers_classes import DynamicCache
@@ -163,6 +163,7 @@ class SparseCache(EditedCache):
         self._real = RealTokens()
         self.board = Board()  # on which layers leave choices for those behind
         self._dtype = model.dtype  # when the first row came
+        self._batch = 0  # of the last pass
         self.prepared, self._prepared_before = prepare(model, self)
         try:
             layers = self._made_layers(dense_layers, impl)
@@ -181,15 +182,22 @@ class SparseCache(EditedCache):
         self._passes = Passes([index for index, what in prepared.items() if what.beyond is None])
         if self.selector == NATIVE:
             made = native_layers(self.model, prepared, self.dense_layers, self._settings["capacity"], impl)
-            return [made.get(index, layer) for index, layer in enumerate(layers)]
+            for index, layer in made.items():
+                layers[index] = self._own(layer)
+            return layers
         sparse = checks.sparse_layers(self.model, layers, prepared, self.dense_layers)
         for name, given in (("selector", self.selector), ("budget", self.budget)):
             checks.check_mapping(name, given, sparse)
         methods = self.selector if self.roles is None else self.roles
         maker = LayerMaker(prepared, len(layers), methods, self._settings, self._seal, self.board, impl, here)
         for index in sparse:
-            layers[index] = maker.layer(index, checks.of_layer(self.budget, index))
+            layers[index] = self._own(maker.layer(index, checks.of_layer(self.budget, index)))
         return layers
+
+    def _own(self, layer: SparseLayer) -> SparseLayer:
+        """Tell a layer whose preparation it goes by, and return it."""
+        layer.prepared = self.prepared
+        return layer
 
     # -- what ran --------------------------------------------------------------------------------------------------
 
@@ -281,7 +289,7 @@ class SparseCache(EditedCache):
         Rows decide what a model says, as its weights do: load files that you trust.
 
         Raises:
-            ValueError: a damaged file, or one of another model, dtype, selector, or settings of rows (see
+            ValueError: a damaged file, or one of another model, dtype, RoPE, selector, or settings of rows (see
                 `KVCache.load`). The cache stays empty.
         """
         if self._tokens():
@@ -321,7 +329,8 @@ class SparseCache(EditedCache):
         Raises:
             RuntimeError: another thread runs a pass with this cache, or an earlier pass was cut short and has left its
                 layers unequal.
-            ValueError: the model has changed its dtype, or the inputs are none that it takes.
+            ValueError: the model has changed its dtype, the inputs are none that it takes, or they do not go on from
+                what the cache holds.
         """
         self._passes.begin(self.layers)
         self._real.begin()
@@ -343,15 +352,35 @@ class SparseCache(EditedCache):
         batch, new = ids.shape[:2]
         tokens = self._tokens()
         if not tokens:
-            self._dtype = self.model.dtype
+            self._dtype, self._batch = self.model.dtype, batch
         elif self._dtype != self.model.dtype:
             raise ValueError(another_dtype(self._dtype, self.model.dtype))
+        elif batch != self._batch:
+            self._check_batch(batch)
+        if new != 1:
+            check_generated(inputs, tokens, new, logits)
         positions = self._real.take_in(inputs.get("attention_mask"), inputs.get("position_ids"), tokens, batch, new)
         self.board.clear()
         if (drafts := min(logits, new) - 1) > 0:  # which may be rejected
             for layer in self.sparse_layers.values():
                 layer.keep_unsealed(drafts)
         return Run(self, self.prepared.original, sparse_tokens(self.sparse_from, tokens, new, logits), positions)
+
+    def _check_batch(self, batch: int) -> None:
+        """Check that as many sequences are held, which may have been edited since the last pass; else ModelError."""
+        held = batch  # where no layer tells
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                held = layer.batch
+                break
+            if isinstance(keys := getattr(layer, "keys", None), Tensor):
+                held = len(keys)
+        if batch != held:
+            raise ModelError(
+                f"this cache holds {held} sequence{'s' if held != 1 else ''}, and the pass brings {batch}: reset() it "
+                f"or make a new one"
+            )
+        self._batch = batch
 
     def end(self) -> None:
         """Note that the forward pass has come to its end.

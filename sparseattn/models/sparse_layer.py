@@ -54,6 +54,17 @@ def another_dtype(stored: torch.dtype, new: torch.dtype) -> str:
     )
 
 
+def _autocast_problem(keys: Tensor, values: Tensor) -> str | None:
+    """Return the sentence that refuses keys and values to which autocast has given two dtypes, or None."""
+    kind = keys.device.type
+    if keys.dtype == values.dtype or not torch.is_autocast_enabled(kind):
+        return None
+    return (
+        f"autocast gives keys and values of two dtypes, {_short(keys.dtype)} and {_short(values.dtype)}: load the "
+        f"model in {_short(torch.get_autocast_dtype(kind))}, or leave autocast"
+    )
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -70,6 +81,7 @@ class SparseLayer(CacheLayerMixin):
     Attributes:
         columns: tokens taken in, padding included.
         unattended: keys that `update` was given and that no attention call has dealt with; None in a whole layer.
+        prepared: the preparation of the model whose passes it serves; None in a layer of no cache.
         dense_seconds: what dense attention has taken, by a clock that does not wait for a GPU.
     """
 
@@ -82,6 +94,7 @@ class SparseLayer(CacheLayerMixin):
         self.parts, self.impl = tuple(parts), impl
         self.columns = 0
         self.unattended: Tensor | None = None
+        self.prepared: Any = None
         self.dense_seconds = 0.0
         self.forget_counts()
 
@@ -208,8 +221,13 @@ class SparseLayer(CacheLayerMixin):
             part = slice(start, stop)
             keys, values, query = keys[:, :, part], values[:, :, part], query[:, :, :, part]
             positions = None if positions is None else positions[:, part]
-        for heads in self.parts:
-            heads.append(keys, values, query, positions)
+        try:
+            for heads in self.parts:
+                heads.append(keys, values, query, positions)
+        except ValueError as error:
+            if (problem := _autocast_problem(keys, values)) is not None:
+                raise ModelError(problem) from error
+            raise
 
     def _attend_densely(self, call: Call, query: Tensor, new: int, run: Run) -> Tensor:
         """Store the first `new` tokens of the call and return `[B,new,HG,D]`, each over all rows up to its own."""
@@ -291,8 +309,8 @@ class SparseLayer(CacheLayerMixin):
     # -- what transformers asks of a layer -----------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the dtype of the first rows, which all later ones have."""
-        self.dtype, self.is_initialized = key_states.dtype, True
+        """Note the dtype and the device of the first rows, which all later ones have."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take note of new rows `[B,H,n,D]` and return them; the attention call finds the stored ones by itself.
@@ -303,6 +321,11 @@ class SparseLayer(CacheLayerMixin):
         """
         run = RUNNING.get()
         if run is None or run.cache.prepared.undone:
+            if run is None and self.prepared is not None and not self.prepared.undone:
+                raise RuntimeError(
+                    "update() is called by a pass of the model that this SparseCache was made for, and none is in "
+                    "progress: run the model with the cache"
+                )
             raise RuntimeError(
                 "the model of this SparseCache has its own attention back, which cannot read it: make a new one"
             )
@@ -318,6 +341,21 @@ class SparseLayer(CacheLayerMixin):
             raise ValueError(another_dtype(self.dtype, key_states.dtype))
         self.unattended = key_states
         return key_states, value_states
+
+    def offload(self) -> None:
+        """Leave rows in host memory where they are.
+
+        Raises:
+            RuntimeError: they are on another device, where `sealed_device` alone says which stay.
+        """
+        if self.is_initialized and self.device.type != "cpu":
+            raise RuntimeError(
+                f"the rows of a SparseCache on {self.device} are not offloaded: sealed_device='cpu' keeps sealed ones "
+                f"in host memory"
+            )
+
+    def prefetch(self) -> None:
+        """Do nothing, as no row is offloaded."""
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return (columns of the mask, 0). Before transformers 5.4 or so the argument is the new tokens' positions."""
@@ -374,6 +412,11 @@ class SparseLayer(CacheLayerMixin):
         if self.columns:
             self.reorder_cache(self._sequences()[indices.cpu()])
 
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before the first rows."""
+        return len(self._sequences())
+
     def _sequences(self) -> Tensor:
         return torch.arange(self.parts[0].rows.batch)
 
@@ -387,7 +430,7 @@ class SparseLayer(CacheLayerMixin):
         """Store the rows of a layer whose heads have one method, which has sealed none of them."""
         for part in self.parts:
             copy_rows(other.rows, part.rows, part.of)
-        self.columns, self.dtype, self.is_initialized = other.columns, other.dtype, True
+        self.columns, self.dtype, self.device, self.is_initialized = other.columns, other.dtype, other.device, True
 
     def clone(self) -> SparseLayer:
         """Return an independent copy that counts anew."""

@@ -17,7 +17,7 @@ from sparseattn.selectors.parameters.saap_partition import Classifier
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.examples import Pool, members_of, place_of
 from sparseattn.training.partial import Partial, Progress
-from sparseattn.training.recipe import Recipe
+from sparseattn.training.recipe import Recipe, TrainingError
 from sparseattn.training.validation import Held, classifier_scores, recovered
 
 
@@ -68,7 +68,11 @@ class Fit:
     def run(
         self, folder: Partial, save_every: int, progress: Callable[[Progress], None]
     ) -> tuple[Classifier, list[int]]:
-        """Train to the last step, or until every head has stopped; return the best weights of each, and its steps."""
+        """Train to the last step, or until every head has stopped; return the best weights of each, and its steps.
+
+        Raises:
+            TrainingError: a head diverged before it had a validation to keep.
+        """
         path = folder.state(self.layer, self.heads)
         if path.exists():
             self._restore(*folder.read(path))
@@ -102,7 +106,14 @@ class Fit:
 
     @torch.no_grad()
     def _validate(self) -> None:
-        """Keep the weights of heads that recover more of the far mass of held-out tokens, and count the others'."""
+        """Keep the weights of heads that recover more of the far mass of held-out tokens, and count the others'.
+
+        Logits of NaN still come in some order, which may recover more than a better one: a loss that is not finite
+        never counts as better.
+
+        Raises:
+            TrainingError: a head diverged before it had a validation to keep.
+        """
         folded = self.model.folded()
         score = recovered(classifier_scores(folded, self.held.queries), self.held).mean((1, 2, 3)).tolist()
         logits = folded.logits(self.held.queries.reshape(len(self.places), -1, self.held.queries.shape[-1]))
@@ -112,7 +123,14 @@ class Fit:
         for i in range(len(self.heads)):
             if self.stopped[i]:
                 continue
-            if score[i] > self.best_score[i]:
+            finite = math.isfinite(score[i]) and math.isfinite(loss[i])
+            if not finite and self.best_score[i] == -math.inf:
+                raise TrainingError(
+                    f"layer {self.layer}, head {self.heads[i]} diverged: after {self.step} steps its loss on held-out "
+                    f"tokens is {loss[i]}; lower --rate (given {self.recipe.rate:g}) or --decay (given "
+                    f"{self.recipe.decay:g})"
+                )
+            if finite and score[i] > self.best_score[i]:
                 self.best_score[i], self.best_loss[i], self.best_step[i] = score[i], loss[i], self.step
                 self.stale[i] = 0
                 rows = slice(i * self.width, (i + 1) * self.width)

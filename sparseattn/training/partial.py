@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from sparseattn.training.prompts import Prompts
 from sparseattn.training.recipe import TrainingError
 from sparseattn.utils.files import write_atomic
-from sparseattn.utils.json_text import parse_entry, parse_object
+from sparseattn.utils.json_text import fields, parse_entry, parse_object
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
 
 if TYPE_CHECKING:
@@ -104,8 +105,13 @@ class Partial:
 
     @staticmethod
     def write(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Write a file; raise TrainingError where that fails, or for numbers that `read` would refuse as damaged."""
+        for field, value in fields(facts):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise TrainingError(f"{path} cannot be written: {field} is {value}, and a finite number is due")
         try:
-            save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "facts": json.dumps(facts)})
+            said = json.dumps(facts, allow_nan=False)
+            save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "facts": said})
         except TensorFileError as error:
             raise TrainingError(str(error)) from error
 

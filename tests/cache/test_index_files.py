@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from sparseattn import (
     Selector,
     decode,
 )
-from sparseattn.cache.index_files import FORMAT, VERSION, IndexFileError, append_kept, kept, load_index
+from sparseattn.cache.index_files import FORMAT, VERSION, IndexFileError, append_kept, keepers, kept, load_index
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors import methods
 from sparseattn.selectors.abilities import LearnsFromQueries
@@ -29,8 +31,8 @@ from sparseattn.utils.tensor_files import load_tensors, save_tensors
 from tests.cases import CASES, Case, attention, by_name, drawn
 
 B, H, G, N, D = 2, 2, 3, 200, 32
-KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect", "robustvamana")
-KEPT += ("clse", "ellipsoid", "infllm2", "mean", "pagemass", "quad", "querypq", "shadowkv", "unique")
+KEPT = (*keepers(), "perfect")
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "prompt-caches.md"
 
 
 def prefilled(selector: Selector, folder: Path | None = None, seed_rows: int = N, **settings) -> KVCache:
@@ -59,8 +61,11 @@ def written(selector: Selector, rows: Rows, folder: Path) -> Path:
 @by_name(CASES, few=True)
 def test_a_cache_that_found_its_index_decodes_as_the_one_that_built_it(case: Case, tmp_path: Path) -> None:
     queries, keys, values = attention(B, H, G, N, D)
-    built, found, plain = prefilled(case.make(), tmp_path), prefilled(case.make(), tmp_path), prefilled(case.make())
-    files = int(case.name.partition("-")[0] in KEPT or case.name == "same")
+    plain, files = prefilled(case.make()), int(case.name.partition("-")[0] in KEPT or case.name == "same")
+    loses = not files and any(True for _ in plain.selector.buffers())
+    with pytest.warns(UserWarning, match="keeps no index in a folder") if loses else contextlib.nullcontext():
+        built = prefilled(case.make(), tmp_path)
+    found = prefilled(case.make(), tmp_path)  # which says nothing again
     assert files == int(kept(plain.selector))
     assert len(list(tmp_path.iterdir())) == files
     for t in range(150, N):
@@ -72,6 +77,14 @@ def test_a_cache_that_found_its_index_decodes_as_the_one_that_built_it(case: Cas
         assert torch.equal(chosen[0], chosen[2])
         assert torch.equal(chosen[1], chosen[2])
     assert len(list(tmp_path.iterdir())) == files, "what decoding adds is not written"
+
+
+def test_the_warning_and_the_page_name_the_methods_that_keep_one(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"lowbit keeps no index .* methods that do are bridge, .*, quest, ") as said:
+        KVCache("lowbit", indexes=tmp_path)
+    named = str(said[0].message).partition("methods that do are ")[2].split(", ")
+    section = PAGE.read_text().partition("## Index files")[2]
+    assert named == keepers() == re.findall(r"`(\w+)`", section.partition("Kept are those of")[2].partition(".")[0])
 
 
 def test_the_second_cache_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -130,3 +131,21 @@ def test_a_fixed_cache_holds_what_a_full_one_would(case: Case) -> None:
         if name not in unread:
             segments = (996 // 32).bit_length() if name.endswith("edges") else 1  # at most, where rows come in 32s
             assert (name, state.full.nbytes if state.allocated else 0) == (name, full[name].nbytes * segments)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_storage_that_is_replaced_is_let_go(check: bool) -> None:
+    """By what looks storage up once for many tokens and steps: where it grows, and with `reset`."""
+    keys, values = torch.randn(2, 1, 2, 400, 64)
+    cache = KVCache("quest", check=check)
+    for end in ("growth", "reset"):
+        cache.append(keys, values)
+        for _ in range(2):
+            decode(torch.randn(1, 2, 4, 64), cache, 64)
+            cache.append(keys[:, :, :1], values[:, :, :1])
+        before = weakref.ref(cache.stored.keys.storage)
+        if end == "growth":
+            cache.append(torch.cat([keys, keys], 2), torch.cat([values, values], 2))
+        else:
+            cache.reset()
+        assert before() is None, end

@@ -12,6 +12,8 @@ from torch import Tensor
 from sparseattn import IVF, KVCache, LowBit, Quest, RetrievalAttention, Selector, decode
 from sparseattn.cache.prompt_files import PromptFileError
 from sparseattn.codecs.table import CODECS
+from sparseattn.core.context import LayerContext
+from sparseattn.core.rope import Rope
 from sparseattn.utils.tensor_files import TensorFileError
 from tests.cases import CASES, Case, attention, by_name, with_rope
 
@@ -140,16 +142,27 @@ def test_a_knob_is_no_part_of_what_is_saved(tmp_path: Path) -> None:
     assert loaded.selector.beam == 7
 
 
-def test_rows_of_another_dtype_do_not_go_on(tmp_path: Path) -> None:
-    queries, keys, values = (part.bfloat16() for part in rows())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rows_of_another_dtype_do_not_go_on(dtype: torch.dtype, tmp_path: Path) -> None:
+    queries, keys, values = (part.to(dtype) for part in rows())
     cache = made(Quest(8))
     cache.append(keys, values)
     cache.seal()
     cache.save(tmp_path / "prompt")
     loaded = made(Quest(8)).load(tmp_path / "prompt")
     assert torch.equal(decode(queries[:, :, :, -1], loaded, 40), decode(queries[:, :, :, -1], cache, 40))
-    with pytest.raises(ValueError, match="bfloat16"):
+    with pytest.raises(ValueError, match=str(dtype)):
         loaded.append(keys[:, :, :1].float(), values[:, :, :1].float())
+
+
+def test_keys_of_another_rope_are_refused(tmp_path: Path) -> None:
+    """A codec turns them back by the layer's. A cache that knows no RoPE takes those of any."""
+    contexts = [LayerContext(0, rope=rope) for rope in (Rope.of(D), Rope.of(D, 500.0), None)]
+    prefilled(Quest(8).for_layer(contexts[0])).save(tmp_path / "prompt")
+    for context in (contexts[0], contexts[2]):
+        made(Quest(8).for_layer(context)).load(tmp_path / "prompt")
+    with pytest.raises(PromptFileError, match=r"turned by a RoPE .* slowest 0.0001778 .* applies a RoPE .* 0.002949"):
+        made(Quest(8).for_layer(contexts[1])).load(tmp_path / "prompt")
 
 
 def test_damage_is_found_and_leaves_the_cache_empty(tmp_path: Path) -> None:

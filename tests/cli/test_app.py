@@ -74,6 +74,21 @@ def test_names_in_help_are_those_that_there_are() -> None:
     assert {name for name in NAMED if name in options.MODEL_HELP} == set(NAMED)
 
 
+def test_no_text_of_a_command_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty path would be the current folder, an empty name what is there by default."""
+    monkeypatch.chdir(tmp_path)
+    tried = set()
+    for name in COMMANDS:
+        for parameter in load(name).params:
+            if parameter.param_type_name == "argument" or not parameter.is_flag:
+                option = [] if parameter.param_type_name == "argument" else [parameter.opts[0]]
+                done = run(name, *option, "")
+                assert done.exit_code == 2, (name, option, done.output)
+                tried |= {(name, *option)} if "it must not be empty, got ''" in done.stderr else set()
+    assert {("bench",), ("report",), ("info",), ("bench", "--out"), ("eval", "--task"), ("bench", "--device")} <= tried
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_command_whose_package_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 

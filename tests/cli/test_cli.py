@@ -879,6 +879,7 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         (["--model", tmp_path, "--text", text, "--out", tmp_path / "no" / "x.safetensors"], "does not exist"),
         (["--model", tmp_path, "--text", text, "--out", text], "--out must be a .safetensors file"),
         (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk must be 1 or more"),
+        (["--model", tmp_path, "--text", text, "--tokens", "3", "--queries", "4"], "at most --tokens 3, got 4"),
     ):
         done = run("capture", *arguments)
         assert done.exit_code == 2
@@ -1073,6 +1074,7 @@ def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, m
         (["TRACE", "--tokens", "301"], "small has 300 tokens, its first 301 are not among them"),
         (["TRACE", "--tokens", "x"], "--tokens takes integers"),
         (["--tokens", "100"], "--tokens shortens traces, and --keys alone measures none"),
+        (["--layers", "0"], "only traces have --layers: name a trace"),
         (["missing.safetensors"], "missing.safetensors is neither a file"),
         (["reccall"], "did you mean 'recall'"),
     ],

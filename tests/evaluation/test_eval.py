@@ -449,6 +449,7 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
         (["--lengths", "many"], "--lengths takes integers separated by commas, got 'many'"),
         (["--lengths", "100"], "a passkey prompt with seed 0 has at least"),
         (["--lengths", "560,1010"], "has 1024 positions, --lengths 1010 with an answer of 22 tokens takes 1032"),
+        (["--lengths", "99999999"], "has 1024 positions, a prompt of --lengths 99999999 takes 99999999"),
         (["--seal", "0"], "--seal must be 1 or more, got 0"),
         (["--selector", "infllm", "--seal", "64"], "seal is at least the unit of infllm:"),
         (["--window", "560"], "--sink 4 and --window 560 read all 560 rows of the longest prompt, so that no method"),

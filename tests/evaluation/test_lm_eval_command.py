@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -110,6 +111,52 @@ def test_a_run_in_which_nothing_was_sparse_writes_no_score(model: Path, tmp_path
     assert done.exit_code == 2
     assert "sparseattn: no step of made_answer was sparse, so that no score is written" in done.output
     assert not (tmp_path / "out").exists()
+
+
+def config(path: Path, **fields: Any) -> Path:
+    path.write_text(json.dumps(fields))  # which is YAML too
+    return path
+
+
+def test_a_config_files_responses_are_of_its_settings_and_the_command_line_wins(model: Path, tmp_path: Path) -> None:
+    tasks, kept = saved_tasks(tmp_path / "tasks"), tmp_path / "kept"
+    given = {"tasks": ["made_answer"], "include_path": str(tasks), "model_args": {"pretrained": str(model)}}
+    path = config(tmp_path / "config.yaml", **given, use_cache=str(kept / "file"), limit=2)
+    line = f"lm-eval {SMALL} --config {path}"
+    for number, (more, limit) in enumerate([("", 2), ("--sink 3", 2), (f"--use_cache {kept}/line --limit 1", 1)]):
+        done = run(f"{line} {more} --output_path {tmp_path / str(number)}")
+        assert done.exit_code == 0, done.output
+        found = results(tmp_path / str(number))
+        assert found["n-samples"]["made_answer"]["effective"] == limit
+        assert found["config"]["sparseattn"]["tasks"]["made_answer"]["of_kept_responses"] == 0
+    assert sorted(re.sub("-[0-9a-f]{12}_", "-DIGEST_", file.name) for file in kept.glob("*.db")) == [
+        *["file-DIGEST_rank0.db"] * 2,
+        "line-DIGEST_rank0.db",
+    ]
+    server = config(tmp_path / "server.yaml", use_cache="here", model="local-completions", tasks="made_answer")
+    done = run(f"lm-eval --config {server} --model_args base_url=http://127.0.0.1:1/v1/completions")
+    assert done.exit_code == 2
+    assert "--use_cache keeps responses by their prompt, and another server" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1, 2]", "YAML root must be a mapping"),
+        ("a: [", "while parsing a flow node"),
+        ("task: made", "lm-eval has no field 'task' (did you mean 'tasks'?): there are config, model, "),
+        ("model_args: [a, b]", "model_args must be a mapping, such as {name: value}, got ['a', 'b']"),
+        ("metadata: [1]", "metadata must be a mapping, such as {name: value}, got [1]"),
+        ("use_cache: ''", "use_cache must be the path of a file, got ''"),
+        ("tasks: 1", "tasks must be names, such as [hellaswag, arc_easy], got 1"),
+    ],
+)
+def test_a_wrong_config_file_is_a_sentence_that_names_it(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    done = run(f"lm-eval --config {tmp_path / 'config.yaml'} --model_args pretrained=x")
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith(f"sparseattn: --config {tmp_path / 'config.yaml'}: ")
+    assert says in done.stderr
 
 
 class Fake(BaseHTTPRequestHandler):

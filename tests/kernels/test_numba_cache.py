@@ -237,7 +237,7 @@ def test_what_kernels_compile_is_kept_there() -> None:
     from sparseattn.kernels.attend import cpu as attend_cpu
     from sparseattn.kernels.graph import build_and_search
 
-    for kernel in (attend_cpu._attend, build_and_search.search_heads):
+    for kernel in (attend_cpu.attend_lists, build_and_search.search_heads):
         assert kernel.stats.cache_path == str(numba_cache.folder())
 
 

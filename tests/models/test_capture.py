@@ -456,6 +456,9 @@ def test_refusals(tmp_path: Path) -> None:
     t5 = transformers.T5Config(vocab_size=256, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     with pytest.raises(ModelError, match="is an encoder-decoder"):
         capture(transformers.T5ForConditionalGeneration(t5).eval(), text(8), path)
+    bert = transformers.BertGenerationConfig(**COMMON)
+    with pytest.raises(ModelError, match="layer 0 of BertGenerationDecoder attends to later tokens too"):
+        capture(transformers.BertGenerationDecoder(bert).eval(), text(8), path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -81,13 +81,17 @@ def test_drafts_of_a_round_may_read_what_its_first_one_chose(
 ) -> None:
     """Tokens are full attention's all the same; a round asks each layer's method once, and once more behind a seal."""
     asked: list[int] = []
-    choose = Search._chosen
 
-    def counted(self: Search, *given: Any) -> Any:
-        asked.append(id(self))
-        return choose(self, *given)
+    def counted(ask: Any) -> Any:
+        def run(self: Search, *given: Any) -> Any:
+            found = ask(self, *given)
+            asked.extend([id(self)] * (found is not None))
+            return found
 
-    monkeypatch.setattr(Search, "_chosen", counted)
+        return run
+
+    for name in ("_chosen", "decoded"):  # in two calls, or at once where that can be
+        monkeypatch.setattr(Search, name, counted(getattr(Search, name)))
     inputs, times = whole(prompt()), {}
     for once in (False, True):
         asked.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import Exact, LowBit, Quest, Selector, SnapKV  # noqa: E402
-from sparseattn.cache.prompt_files import PromptFileError  # noqa: E402
+from sparseattn.cache.prompt_files import FORMAT, VERSION, WHAT, PromptFileError  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
-from tests.models.tiny import SMALL, generate, padded, prompt, same, small  # noqa: E402
+from sparseattn.utils.tensor_files import load_tensors, save_tensors  # noqa: E402
+from tests.models.tiny import SMALL, YARN, generate, padded, prompt, same, sharing_keys, small  # noqa: E402
 
 
 def turn(model: Any, cache: SparseCache, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,6 +75,32 @@ def test_what_is_another_models_is_refused(tmp_path: Path) -> None:
             with pytest.raises(PromptFileError, match=said):
                 cache.load(path)
             assert cache.get_seq_length() == 0
+
+
+def test_layers_that_share_keys_are_saved_too(tmp_path: Path) -> None:
+    model, inputs, settings = sharing_keys(), {"input_ids": prompt()}, {**SMALL, "dense_layers": [1]}
+    with SparseCache(model, Quest(4), 12, **settings) as cache:
+        generate(model, cache, inputs, max_new_tokens=1)
+        cache.save(tmp_path / "prompt")
+        loaded = SparseCache(model, Quest(4), 12, **settings).load(tmp_path / "prompt")
+        same(turn(model, loaded, inputs), turn(model, cache, inputs))
+
+
+def test_a_model_of_another_rope_is_refused(tmp_path: Path) -> None:
+    """The weights are the same. Files of earlier releases say nothing of RoPE, and are taken as before."""
+    path, mine, other = tmp_path / "prompt", small("llama"), small("llama", rope_parameters=YARN)
+    with SparseCache(mine, Quest(4), 12, **SMALL, dense_layers=[0]) as cache:
+        generate(mine, cache, {"input_ids": prompt()}, max_new_tokens=2)
+        cache.save(path)
+    metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT)
+    said = json.loads(metadata["said"])
+    with SparseCache(other, Quest(4), 12, **SMALL, dense_layers=[0]) as cache:
+        for layer in range(3):
+            with pytest.raises(PromptFileError, match=rf"layer {layer} were turned by .* scaling 1\).* scaling 1\.139"):
+                cache.load(path)
+            del said["layers"][layer]["rope"]
+            save_tensors(path, tensors, {**metadata, "said": json.dumps(said)})
+        assert cache.load(path).get_seq_length() == 61
 
 
 def test_many_questions_are_asked_of_one_file(tmp_path: Path) -> None:

@@ -24,7 +24,20 @@ from sparseattn.models.load import ModelError  # noqa: E402
 from sparseattn.models.prefill import Prefill  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
 from sparseattn.selectors.abilities import LooksAhead  # noqa: E402
-from tests.models.tiny import COMMON, MODES, NEW, SMALL, YARN, generate, padded, plain, prompt, same, small  # noqa: E402
+from tests.models.tiny import (  # noqa: E402
+    COMMON,
+    MODES,
+    NEW,
+    SMALL,
+    YARN,
+    generate,
+    padded,
+    plain,
+    prompt,
+    same,
+    sharing_keys,
+    small,
+)
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "phi3")]
 
@@ -399,6 +412,86 @@ def test_a_failed_pass_does_not_leak_into_the_next(llama: Any) -> None:
     )
 
 
+def test_a_used_cache_says_what_it_holds_and_stays_as_it_is(llama: Any) -> None:
+    ids, last = prompt(), torch.tensor([[5]])
+
+    def given(tokens: Tensor, real: Tensor | None = None) -> Any:
+        mask = torch.ones_like(tokens) if real is None else real.long()
+        return lambda: generate(llama, cache, {"input_ids": tokens, "attention_mask": mask}, max_new_tokens=4)
+
+    with SparseCache(llama, "exact", None, **SMALL) as cache, torch.no_grad():
+        whole, _ = given(ids)()
+        generate_was_given = "this cache holds 63 tokens, and generate was given {}: give it those ids and the new ones"
+        for refused, words in (
+            (given(ids), generate_was_given.format(60)),
+            (given(whole[:, :63]), generate_was_given.format(63)),
+            (given(ids[:, 10:30]), generate_was_given.format(20)),
+            (given(ids, torch.arange(60)[None] > 3), generate_was_given.format(60)),
+            (given(whole.repeat(2, 1)), "this cache holds 1 sequence, and the pass brings 2: "),
+            (lambda: llama(last.repeat(3, 1), **cache_argument(cache)), "holds 1 sequence, and the pass brings 3: "),
+            (
+                lambda: llama(last, position_ids=torch.tensor([[9]]), **cache_argument(cache)),
+                "this cache holds 63 tokens, and the position_ids of new ones begin at 9: they begin at 63 or",
+            ),
+        ):
+            with pytest.raises(ModelError, match=words):
+                refused()
+        expected = given(whole)()
+        assert cache.get_seq_length() == 67, "nothing was stored, and no pass was cut short"
+        cache.crop(-4)
+        cache.batch_repeat_interleave(2)
+        same(given(whole.repeat(2, 1))(), tuple(x.repeat_interleave(2, dim) for dim, x in enumerate(expected)))
+
+
+def test_what_generate_comes_upon_at_its_second_token_is_refused_before_the_prefill(llama: Any) -> None:
+    ids = prompt(batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, -7:] = 0
+    with SparseCache(llama, "exact", None, **SMALL) as cache, torch.no_grad():
+        with pytest.raises(ModelError, match=r"padded on the right, .*: pad it on the left"):
+            generate(llama, cache, {"input_ids": ids, "attention_mask": mask})
+        with pytest.raises(ModelError, match=r"use_cache=False lets generate bring all tokens again.*leave it out"):
+            generate(llama, cache, {"input_ids": ids}, use_cache=False)
+        assert cache.get_seq_length() == 0
+        at = (mask.cumsum(1) - 1).clamp(min=0)  # what goes on itself from the last real position
+        llama(ids, attention_mask=mask, position_ids=at, logits_to_keep=1, **cache_argument(cache))
+        step = {"attention_mask": torch.cat([mask, torch.ones(2, 1)], 1), "position_ids": at[:, -1:] + 1}
+        llama(torch.tensor([[5], [5]]), **step, **cache_argument(cache))
+        assert [layer.rows.lengths.tolist() for layer in cache.sparse_layers.values()] == [[61, 54]] * 3
+
+
+def test_autocast_gives_keys_and_values_of_two_dtypes(llama: Any) -> None:
+    words = "autocast gives keys and values of two dtypes, float32 and bfloat16: load the model in bfloat16, or leave"
+    with SparseCache(llama, Quest(4), None, **SMALL) as cache, torch.no_grad():
+        for tokens in (prompt(), prompt()[:, :1], prompt()[:, :8]):
+            with pytest.raises(ModelError, match=words), torch.autocast("cpu", torch.bfloat16):
+                llama(tokens, **cache_argument(cache))
+            if cache.get_seq_length():
+                cache.crop(0)
+            else:
+                cache.reset()
+                llama(prompt(), **cache_argument(cache))
+
+
+def test_a_caller_of_update_is_told_whose_it_is(llama: Any) -> None:
+    rows = torch.randn(2, 1, 2, 1, 16)
+    cache = SparseCache(llama, "exact", **SMALL)
+    with pytest.raises(RuntimeError, match=r"update\(\) is called by a pass of the model .* run the model with"):
+        cache.update(*rows, 0)
+    cache.restore()
+    with pytest.raises(RuntimeError, match="has its own attention back"):
+        cache.update(*rows, 0)
+
+
+def test_rows_in_host_memory_are_offloaded_already(llama: Any) -> None:
+    with SparseCache(llama, "exact", **SMALL) as cache:
+        for _ in range(2):
+            cache.offload(0)
+            cache.layers[0].prefetch()
+            generate(llama, cache, {"input_ids": prompt()}, max_new_tokens=2)
+            cache.reset()
+
+
 def test_a_selector_knows_how_many_layers_the_model_has(llama: Any) -> None:
     """PyramidKV's last layer then has the least of the budget."""
     with SparseCache(llama, "pyramidkv", 390) as cache:
@@ -482,22 +575,40 @@ def test_models_that_sparse_attention_does_not_compute() -> None:
     )
     with pytest.raises(ModelError, match="encoder-decoder"):
         SparseCache(t5)
+    mixed = other("FalconH1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8)
+    with pytest.raises(ModelError, match=r"and keeps keys and values alone, .*: its cache has 3 \w+$"):
+        SparseCache(mixed)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_models_whose_tokens_attend_to_later_ones_are_refused(implementation: str) -> None:
+    def bert(**changes: Any) -> Any:
+        config = transformers.BertGenerationConfig(**COMMON | changes, attn_implementation=implementation)
+        return transformers.BertGenerationDecoder(config).eval()
+
+    gemma = transformers.Gemma3TextConfig(**COMMON, head_dim=16, use_bidirectional_attention=True)
+    gemma._attn_implementation = implementation
+    for model in (bert(), transformers.Gemma3ForCausalLM(gemma).eval()):
+        with pytest.raises(ModelError, match=r"^layer 0 of \w+ attends to later tokens too, only causal models are"):
+            SparseCache(model)
+        assert model.config._attn_implementation == implementation
+    with SparseCache(bert(is_decoder=True)) as cache:
+        assert len(cache.sparse_layers) == 3
+
+
+def test_a_causal_mask_counts_where_layers_are_said_not_to_be_causal() -> None:
+    sizes = {"encoder_layers": 3, "decoder_layers": 3, "decoder_attention_heads": 4, "d_model": 64, "pad_token_id": 0}
+    names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
+    config = transformers.BigBirdPegasusConfig(**{name: COMMON[name] for name in names}, **sizes, decoder_ffn_dim=64)
+    model, inputs = transformers.BigBirdPegasusForCausalLM(config).eval(), {"input_ids": prompt()}
+    assert not model.model.decoder.layers[0].self_attn.is_causal
+    expected = generate(model, plain(model), inputs)
+    with SparseCache(model, "exact", None, **SMALL) as cache:
+        same(generate(model, cache, inputs), expected)
 
 
 def test_layers_that_share_keys_stay_dense() -> None:
-    config = transformers.Gemma3nTextConfig(
-        **COMMON | {"num_hidden_layers": 4},
-        head_dim=16,
-        sliding_window=16,
-        layer_types=["full_attention", "full_attention", "sliding_attention", "full_attention"],
-        num_kv_shared_layers=1,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=256,
-        laurel_rank=4,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
-    torch.manual_seed(0)
-    model, inputs = transformers.Gemma3nForCausalLM(config).eval(), {"input_ids": prompt()}
+    model, inputs = sharing_keys(), {"input_ids": prompt()}
     with pytest.raises(ModelError, match=r"layer 1 .* shares its keys with other layers \(all of 1, 3\)"):
         SparseCache(model)
     expected = generate(model, plain(model), inputs)

@@ -75,6 +75,23 @@ def small(family: str, **changes: Any) -> Any:
     return model
 
 
+def sharing_keys() -> Any:
+    """A model whose last layer reads the keys and values of layer 1."""
+    config = transformers.Gemma3nTextConfig(
+        **COMMON | {"num_hidden_layers": 4},
+        head_dim=16,
+        sliding_window=16,
+        layer_types=["full_attention", "full_attention", "sliding_attention", "full_attention"],
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=256,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    torch.manual_seed(0)
+    return transformers.Gemma3nForCausalLM(config).eval()
+
+
 def prompt(tokens: int = 60, batch: int = 1, seed: int = 1) -> Tensor:
     """Random ids, the last of which repeat earlier ones, so that prompt lookup finds drafts."""
     ids = torch.randint(1, 256, (batch, tokens), generator=torch.Generator().manual_seed(seed))

@@ -219,6 +219,9 @@ def test_a_command_trusts_what_its_options_name(trace: Path, here: Path) -> None
         run(*command, "--trust", SPEC)
     )
     assert not (here / "evilmod.ran").exists()
+    without = [word for word in command if word not in ("--roles", "roles.json")]
+    assert "--trust evilmod is for a file of roles or a plan" in said(run(*without, "--trust", "evilmod"))
+    assert not (here / "evilmod.ran").exists()
     for more in (["--trust", "evilmod"], ["--selector", SPEC, "--budget", 64]):
         done = run(*command, *more)
         assert done.exit_code == 0, done.output

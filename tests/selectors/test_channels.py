@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,6 +216,16 @@ def test_a_calibration_serves_the_heads_that_a_role_gives_it(traces: list[Path],
     mixed = evaluate(trace, Roles({0: "dense", 1: ["window", method]}), 20, **settings)
     alone = evaluate(trace, method, 20, **settings)
     assert torch.equal(mixed.heads["recall@10"][:, 2:], alone.heads["recall@10"][:, 2:])
+
+
+def test_a_calibration_is_known_by_its_content(traces: list[Path], tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.safetensors" for name in ("one", "other", "moved")]
+    for path, file in zip(traces, files, strict=False):
+        calibrate([path], "loki", file)
+    shutil.copy(files[0], files[2])
+    one, other, moved = (Loki(artefact=str(file)).index_arguments() for file in files)
+    assert one == moved
+    assert one != other
 
 
 def test_sums_over_prompts_are_of_all_tokens(traces: list[Path], tmp_path: Path) -> None:

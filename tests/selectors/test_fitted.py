@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,13 @@ def test_a_fitted_bound_promises_what_it_holds(bounds: Path) -> None:
         evaluate(trace(0), one, 64, **SETTINGS) for one in (Quest(8, "each"), Fitted(Quest(8, "each"), str(bounds)))
     ]
     assert free[0].mean("mass") == free[1].mean("mass"), "which rows are chosen stays as it is"
+
+
+def test_the_index_is_the_inner_ones_wherever_the_file_lies(bounds: Path, tmp_path: Path) -> None:
+    moved = shutil.copy(bounds, tmp_path / "moved.safetensors")
+    one, other = (Fitted(Quest(8, "each"), str(file)) for file in (bounds, moved))
+    assert one.index_arguments() == other.index_arguments()
+    assert one.source() == other.source()
 
 
 def test_true_estimates_stay_as_they_are_and_scaled_ones_are_scaled_back() -> None:

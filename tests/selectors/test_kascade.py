@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,12 @@ def test_the_command_writes_the_file_and_says_the_anchors(file: Path, tmp_path: 
         refused = CliRunner().invoke(app, [*line, *wrong])
         assert refused.exit_code != 0
         assert sentence in " ".join(refused.output.split())
+
+
+def test_a_similarity_is_known_by_its_content(file: Path, tmp_path: Path) -> None:
+    moved = shutil.copy(file, tmp_path / "moved.safetensors")
+    assert Kascade(str(moved)).index_arguments() == Kascade(str(file)).index_arguments()
+    assert Kascade(str(moved)).index_arguments() != Kascade(anchors=5).index_arguments()
 
 
 def test_a_similarity_that_is_none_is_refused(file: Path, tmp_path: Path) -> None:

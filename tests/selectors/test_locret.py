@@ -33,6 +33,13 @@ def of_file(weights: dict[str, Tensor], place: Path) -> Locret:
     return selector
 
 
+def test_a_trained_file_is_known_by_its_content(tmp_path: Path) -> None:
+    weights = (random_heads(H, G, D, 4, seed, 0) for seed in (1, 1, 2))
+    one, moved, other = (of_file(part, tmp_path / str(n)).index_arguments() for n, part in enumerate(weights))
+    assert one == moved
+    assert one != other
+
+
 @pytest.mark.parametrize("data", DATA)
 def test_the_rows_of_the_largest_scores_are_held_and_the_answers_first(data: str, tmp_path: Path) -> None:
     """huangyuxiang03/Locret, locret/models/llama/modeling_llama.py:573-581 (one network of queries, keys and values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,14 +119,14 @@ def test_rows_sealed_later_and_an_index_file_are_coded_by_the_file(
         parts.seal()
     assert torch.equal(whole.selector.codes.data, parts.selector.codes.data)
     chosen = []
-    for _ in range(2):
-        selector = QueryPQ(4, artefact=str(trained)).for_layer(LayerContext(0, rope=shown.rope))
-        cache = KVCache(selector, sink=0, window=0, seal=20, indexes=tmp_path)
+    for file in (trained, shutil.copy(trained, tmp_path / "moved.safetensors")):
+        selector = QueryPQ(4, artefact=str(file)).for_layer(LayerContext(0, rope=shown.rope))
+        cache = KVCache(selector, sink=0, window=0, seal=20, indexes=tmp_path / "indexes")
         cache.append(shown.keys[None], shown.values[None])
         cache.seal()
         chosen.append(cache.select(shown.query[None, :, :, -1], 30).rows)
     assert torch.equal(*chosen)
-    (file,) = tmp_path.iterdir()
+    (file,) = (tmp_path / "indexes").iterdir()
     assert file.name.startswith("querypq-")
 
 

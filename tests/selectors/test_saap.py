@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -484,6 +485,23 @@ def test_an_index_is_not_that_of_another_artefact(file: str, tmp_path: Path) -> 
     again.selector.probes = 2
     assert torch.equal(again.step()[1].rows, found.rows)
     assert len(list(folder.iterdir())) == 2
+
+
+def test_what_a_moved_artefact_built_is_found_again(file: str, tmp_path: Path) -> None:
+    """By content: index files by what assigns keys, prompt caches by the whole file."""
+    moved, folder = shutil.copy(file, tmp_path / "moved.safetensors"), tmp_path / "indexes"
+    replays = [Replay(SAAP(str(name), probes=2), indexes=folder) for name in (file, moved)]
+    chosen = [replay.step()[1].rows for replay in replays]
+    assert torch.equal(*chosen)
+    assert len(list(folder.iterdir())) == 1
+    replays[0].cache.save(tmp_path / "prompt")
+    cache = replays[1].cache
+    cache.reset()
+    assert cache.load(tmp_path / "prompt").counts == replays[0].cache.counts
+    cache.reset()
+    saved(Path(moved), note="another")
+    with pytest.raises(ValueError, match=r"it is made by saap [0-9a-f]{16}, here it would be saap [0-9a-f]{16}"):
+        cache.load(tmp_path / "prompt")
 
 
 @pytest.mark.parametrize(("name", "kv", "group"), [("reference", 2, 4), ("smollm2", 3, 3)])

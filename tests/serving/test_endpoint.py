@@ -676,7 +676,7 @@ def test_what_servers_do_not_have_is_a_sentence(serve: Callable[..., Server], tm
         assert not server.asked
         return said(done)
 
-    sentence = "the server a takes 500 tokens, --lengths 560 with an answer of 22 tokens takes 582"
+    sentence = "the server a takes 500 tokens, a prompt of --lengths 560 takes 560"
     assert sentence in refused("--endpoint", f"a={server.url}")
     assert "has no model 'mine', it has served" in refused("--endpoint", f"{server.url}#mine")
     assert "with status 404: Not Found" in refused("--endpoint", f"{server.url}/elsewhere")

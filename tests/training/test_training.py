@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ from sparseattn.traces.trace import Trace, TraceLayer
 from sparseattn.training import Filters, Progress, Recipe, TrainingError, partial, train
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.examples import examples
-from sparseattn.training.fit import over_distances
+from sparseattn.training.fit import Fit, over_distances
 from sparseattn.training.kmeans import assign, balance, mean_lengths, repaired, spherical_kmeans
 from sparseattn.training.prompts import LEAST, HeadView, TracedPrompt, open_prompts
 from sparseattn.training.validation import Held, classifier_scores, held, recovered, symmetric_scores
@@ -429,6 +430,39 @@ def test_early_stop_keeps_the_best(folder: Path, tmp_path: Path) -> None:
         assert one["best_step"] == one["steps"] - 2 * recipe.validate < 500
 
 
+def test_a_head_that_diverges_is_said(folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(**{**SMALL, "rate": 1e6})
+    words = (
+        r"^layer 0, head 0 diverged: after 5 steps its loss on held-out tokens is nan; lower --rate \(given 1e\+06\)"
+    )
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=words):
+            train([folder], tmp_path / "a.safetensors", recipe)
+
+
+def test_a_head_that_diverges_later_keeps_what_it_had(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Fit.advance
+
+    def diverging(self: Fit) -> Tensor:
+        loss = advance(self)
+        if self.step > 5:
+            self.model.load_state_dict({name: part * torch.nan for name, part in self.model.state_dict().items()})
+        return loss
+
+    monkeypatch.setattr(Fit, "advance", diverging)
+    artefact = train([folder], tmp_path / "a.safetensors", Recipe(**SMALL), layers=[0])
+    assert artefact is not None
+    assert [head["best_step"] for head in artefact.meta["validation"]] == [5, 5]
+
+
+def test_a_state_says_finite_numbers(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"x\.safetensors cannot be written: of\[1\]\.kept is nan, and a finite"):
+        partial.Partial.write(tmp_path / "x.safetensors", {}, {"of": [1.0, {"kept": math.nan}]})
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_layer_of_one_prompt_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are loaded die before the next one is, and samples do not grow with the number of prompts."""
     real, loads, most = Trace.layer, [], []
@@ -762,6 +796,13 @@ def test_devices_that_are_not_here(
     with pytest.raises(ValueError, match=sentence):
         train([folder], tmp_path / "a.safetensors", Recipe(**SMALL), device=name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", [".", "..", "/"])
+def test_a_folder_to_train_to_is_refused(out: str, folder: Path) -> None:
+    refused = CliRunner().invoke(app, command(folder, Path(out))[3:])
+    assert refused.exit_code == 2
+    assert refused.stderr == f"sparseattn: --out must be a .safetensors file, got {out}\n"
 
 
 def test_what_a_file_says_is_printed_as_text() -> None:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from lm_eval._cli import HarnessCLI
-from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.config.evaluate_config import DICT_KEYS, EvaluatorConfig
 from lm_eval.utils import setup_logging, simple_parse_args_string
 
 from sparseattn.evaluation.harness.model import NAME
@@ -23,24 +23,67 @@ from sparseattn.evaluation.harness.tasks import asking_logprobs, leaves
 from sparseattn.models.load import folder_of
 from sparseattn.serving.metrics import address_of_metrics
 from sparseattn.utils.ranks import JobRanks, job_rank, of_job, of_model
+from sparseattn.utils.suggest import did_you_mean
 
 SERVERS = ("local-completions", SERVER)
+JOINED = ("model_args", "metadata")  # fields that the file and the command line may both have a part of
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of `lm-eval run`, as lm-eval reads them, a `--config` file's among them.
 
-    It exits, as lm-eval does, where they are wrong.
+    The command line wins over the file, as it does in lm-eval. It exits, as lm-eval does, where its words are wrong.
+
+    Raises:
+        ValueError: naming the file, one that cannot be read or used.
     """
     with _command_line(["lm-eval", "run", *(words[1:] if words[:1] == ["run"] else words)]):
         given = HarnessCLI().parse_args()
-    file = EvaluatorConfig.load_yaml_config(given.config) if given.config else {}
-    given.model = given.model or file.get("model") or NAME
-    for name in ("model_args", "metadata"):
-        of_file = file.get(name) or {}
-        of_file = simple_parse_args_string(of_file) if isinstance(of_file, str) else of_file
-        setattr(given, name, {**of_file, **(getattr(given, name) or {})})
+    file = _fields_of(given.config) if given.config else {}
+    for name, value in file.items():
+        asked = getattr(given, name, None)
+        if not (asked or asked == 0):  # as lm-eval takes what was given
+            setattr(given, name, value)
+    given.model = given.model or NAME
+    for name in JOINED:
+        setattr(given, name, {**(file.get(name) or {}), **(getattr(given, name) or {})})
     return given
+
+
+def _fields_of(path: str) -> dict[str, Any]:
+    """Return the fields of a `--config` file, those in DICT_KEYS as mappings.
+
+    Raises:
+        ValueError: naming the file, which cannot be read, or the field of it that lm-eval cannot use.
+    """
+    try:
+        file = EvaluatorConfig.load_yaml_config(path)
+    except (FileNotFoundError, TypeError, ValueError) as error:
+        raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from error
+    for name in DICT_KEYS:
+        if isinstance(file.get(name), str):
+            file[name] = simple_parse_args_string(file[name])
+    for name, value in file.items():
+        if wrong := _wrong(name, value):
+            raise ValueError(f"--config {path}: {wrong}")
+    return file
+
+
+def _wrong(name: Any, value: Any) -> str | None:
+    """Return what is wrong with a field of a file; None: nothing that would end the run without a sentence."""
+    known = [field.name for field in fields(EvaluatorConfig)]
+    if name not in known:
+        return f"lm-eval has no field {name!r}{did_you_mean(name, known)}: there are {', '.join(known)}"
+    if value is None:
+        return None
+    if name in (*DICT_KEYS, "cache_requests") and not isinstance(value, dict):
+        return f"{name} must be a mapping, such as {{name: value}}, got {value!r}"
+    if name == "use_cache" and not (isinstance(value, str) and value):
+        return f"use_cache must be the path of a file, got {value!r}"
+    names = [value] if isinstance(value, str) else value
+    if name == "tasks" and not (isinstance(names, list) and all(isinstance(task, str) for task in names)):
+        return f"tasks must be names, such as [hellaswag, arc_easy], got {value!r}"
+    return None
 
 
 def run(given: argparse.Namespace, settings: SparseSettings, sharing: bool = False) -> dict[str, Any] | None:

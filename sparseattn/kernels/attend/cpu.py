@@ -112,7 +112,7 @@ def _part(query, size, scale, products, stored, h, table, spans, zones, parts):
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _attend(query, keys, values, table, spans, zones, splits, products, outs):
+def attend_lists(query, keys, values, table, spans, zones, splits, products, outs):
     """query: where `[B*Hs,share,D]` lies, its sizes, how many KV heads there are, and the factor of logits of base 2;
     keys, values: where they lie, with the steps of block, head and row; table: `[B,M]`, blocks of each sequence, and
     rows of one; spans: start and length `[B*Hs,S]`, bias likewise or without slots, S, and the longest; zones: sink,
@@ -170,17 +170,17 @@ def attend(
     batch, heads, group, size = query.shape
     _, chosen, slots = selection.start.shape
     lists, span, share = batch * chosen, selection.span, heads * group // chosen
-    splits = max(1, min(-(-PARTS // max(lists, 1)), slots * span // PART_ROWS + 1))
+    splits = parts_of(lists, slots * span)
     query, start, length = query.contiguous(), selection.start.contiguous(), selection.length.contiguous()
     sink, sealed, end = bounds.sink.contiguous(), bounds.sealed.contiguous(), bounds.rows.contiguous()
-    table = _own_blocks(batch) if block_table is None else block_table.contiguous().numpy()
+    table = own_blocks(batch) if block_table is None else block_table.contiguous().numpy()
     bias = no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots)
     out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(batch, heads, group)
     recent = max(map(operator.sub, end.tolist(), sealed.tolist()), default=0)
     rows = slots * span + bounds.base + max(recent, 0)
     with ONE_AT_A_TIME:
         use_threads(2 * rows * lists * share * size)
-        _attend(
+        attend_lists(
             (*address_of(query), (lists, share, size), heads, np.float32(scale) * LOG2E),
             rows_at(keys),
             rows_at(values),
@@ -194,8 +194,13 @@ def attend(
     return out, lse
 
 
+def parts_of(lists: int, rows: int) -> int:
+    """Return how many parts a list is cut into; rows: that it has at most, without those that every query reads."""
+    return max(1, min(-(-PARTS // max(lists, 1)), rows // PART_ROWS + 1))
+
+
 @functools.cache
-def _own_blocks(batch: int) -> Any:
+def own_blocks(batch: int) -> Any:
     """Return the block table `[B,1]` of keys that are no paged store: each sequence is one block."""
     return np.arange(batch, dtype=np.int32)[:, None]
 

@@ -84,7 +84,7 @@ def _halves(query, root, summed, up, down):
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _page_scores(query, low, high, pages, vote, scores):
+def score_pages(query, low, high, pages, vote, scores):
     """query: where `[B*H,G,D]` lies, G, D, and what it is divided by; low, high: where they lie, with steps of b, h, p;
     pages: where `[B,P]` lies that says which there are, its step of b, and whether it names places, see `_pages`; vote:
     whether a group's halves are summed, and whether each head has scores; scores: where `[B,H,G or 1,P]` lies, and its
@@ -134,14 +134,14 @@ def _voted(
     query: Tensor, low: At, high: At, pages: tuple[Any, ...], group: str, temperature: float, count: int,
     alone: int = ALONE,
 ) -> Tensor:  # fmt: skip
-    """Return the group's vote on `count` pages, whose bounds and validity lie as `_page_scores` takes them."""
+    """Return the group's vote on `count` pages, whose bounds and validity lie as `score_pages` takes them."""
     batch, heads, share, size = query.shape
     each, summed = group in ("each", "softmax"), group == "sum"  # the bound is linear in halves
     query, lists = query.contiguous(), share if each else 1
     out = torch.empty(batch, heads * lists, count)
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else share) * size * count, alone)
-        _page_scores(
+        score_pages(
             (*address_of(query), share, size, np.float32(temperature)), low, high, pages, (summed, each),
             (out.data_ptr(), (batch, heads, lists, count)),
         )  # fmt: skip

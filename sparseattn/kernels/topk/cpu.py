@@ -192,7 +192,7 @@ def best_rows(scores: Tensor, count: int) -> Tensor:
 
 
 @entry(cache=True, nogil=True)
-def _best_pages(scores_at, sizes, page, out_at):
+def list_best_pages(scores_at, sizes, page, out_at):
     """scores_at: where `[lists,P]` of float32 lies; sizes: lists, P, S; out_at: where start and length `[2,lists,S]` of
     int32 lie."""
     lists, pages, count = sizes
@@ -210,5 +210,5 @@ def best_pages(scores: Tensor, count: int, page: int) -> tuple[Tensor, Tensor]:
     batch, chosen, total = scores.shape
     scores, out = scores.contiguous(), torch.empty(2, batch, chosen, min(count, total), dtype=torch.int32)
     if out.numel():
-        _best_pages(scores.data_ptr(), (batch * chosen, total, out.shape[3]), page, out.data_ptr())
+        list_best_pages(scores.data_ptr(), (batch * chosen, total, out.shape[3]), page, out.data_ptr())
     return out[0], out[1]

@@ -165,8 +165,11 @@ class Partitioned(Selector):
         self.edges.fix(max(rows // seal, 1).bit_length())  # log2(N/n) + 1
 
     def index_arguments(self) -> dict[str, Any]:
-        centroids = self._own(self.trained().holds(self.layer)).centroids
-        return {**super().index_arguments(), "centroids": tensors_hash({"centroids": centroids})}
+        """Of the artefact what assigns keys counts, wherever its file lies."""
+        given, trained = super().index_arguments(), self.trained()
+        del given["artefact"]
+        centroids = self._own(trained.holds(self.layer)).centroids
+        return given | {"centroids": tensors_hash({"centroids": centroids}), "roped": trained.roped}
 
     def source(self) -> str:
         may_be = SHIPPED if self.artefact == AUTO else (self.artefact,)

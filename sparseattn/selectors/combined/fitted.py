@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,10 @@ class Fitted(EstimatesMass, Wrapper):
                 f"{self.artefact} is of {given[0]} KV heads with {given[1]} query heads each, layer {self.layer} has "
                 f"{shape}"
             )
+
+    def index_arguments(self) -> dict[str, Any]:
+        """Return those of the inner selector, whose index it is whatever was fitted to it."""
+        return {name: value for name, value in super().index_arguments().items() if name != "artefact"}
 
     def source(self) -> str:
         return f"{super().source()} {file_hash(self.artefact)[:16]}"

@@ -212,6 +212,11 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
         nothing = torch.zeros(batch, start.shape[1], dtype=torch.int64, device=start.device)
         return Selection(start, length, chosen.span, nothing, nothing[:, :heads], chosen.whole, bias)
 
+    def index_arguments(self) -> dict[str, Any]:
+        """Of a file its content counts, wherever it lies."""
+        given = super().index_arguments()
+        return given if self.artefact == NONE else given | {"artefact": file_hash(self.artefact)}
+
     def source(self) -> str:
         return super().source() + ("" if self.artefact == NONE else f" {file_hash(self.artefact)[:16]}")
 

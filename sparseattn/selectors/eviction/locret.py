@@ -89,6 +89,11 @@ class Locret(ComparesHeads, Evicting):
         instead = "take a method that reads none, such as snapkv"
         return known_rope(self, self.layer_context, "reads queries and keys before RoPE", instead)
 
+    def index_arguments(self) -> dict[str, Any]:
+        """Of a file its content counts, wherever it lies."""
+        given = super().index_arguments()
+        return given if self.artefact == RANDOM else given | {"artefact": file_hash(self.artefact)}
+
     def source(self) -> str:
         return super().source() + ("" if self.artefact == RANDOM else f" {file_hash(self.artefact)[:16]}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores, page_scores_at
+from sparseattn.selectors.abilities import ChoosesByBounds
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import Entries, PageSelector
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_finite, check_no_order, check_tensors
@@ -19,7 +21,7 @@ TINY = 1e-30  # least step, of a channel that is zero
 FULL = 1 / 126.5  # of a channel's largest number, its step: rounded up that is 127 on every device
 
 
-class Quest(PageSelector):
+class Quest(ChoosesByBounds, PageSelector):
     """Reads the pages with the highest upper bound `sum_i max(q_i M_i, q_i m_i)`, m and M the page's key bounds.
 
     Args:
@@ -40,6 +42,7 @@ class Quest(PageSelector):
     entry_names = ("low", "high")
     low: RowBuffer  # [B,H,P,D] minima m, of the keys' dtype or int8
     high: RowBuffer  # [B,H,P,D] maxima M
+    _voted: VotedBounds | None = None  # of the entries last shown
 
     def __init__(self, page: int = 16, group: str = "sum", int8: bool = False) -> None:
         super().__init__(page, group)
@@ -117,5 +120,25 @@ class Quest(PageSelector):
         bounds, of_keys = PageBounds(store["low"], store["high"]), type(self).entries is Quest.entries
         return VotedBounds(bounds, self.group, self.temperature(size), of_keys)
 
+    def _forget_views(self) -> None:
+        super()._forget_views()
+        self._voted = None
+
+    def voted_bounds(self, valid: Tensor, size: int) -> VotedBounds | None:
+        if self.int8 or self.group == "softmax" or self.fixed_for_cache or not _chooses_by_bounds(type(self)):
+            return None
+        entries, real = self._entries_of(valid)
+        voted = self._voted
+        if voted is None or voted.bounds.valid is not real:
+            bounds = PageBounds(entries["low"], entries["high"], real)
+            voted = self._voted = VotedBounds(bounds, self.group, self.temperature(size))
+        return voted
+
     def bytes_once(self, query: Tensor) -> int:
         return 4 * query.shape[3] if self.int8 else 0
+
+
+@functools.cache
+def _chooses_by_bounds(method: type[Quest]) -> bool:
+    """Whether a subclass leaves scores and choice as they are."""
+    return all(getattr(method, name) is getattr(Quest, name) for name in ("scores", "select", "_scored", "_best"))

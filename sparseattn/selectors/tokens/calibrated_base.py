@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,11 @@ class FromCalibration(Ranked):
     def _rope(self) -> Rope:
         """Return what takes RoPE back from keys; ValueError where it is not known."""
         return known_rope(self, self.layer_context, "takes RoPE back from keys", self.without_rope)
+
+    def index_arguments(self) -> dict[str, Any]:
+        """Of a file its content counts, wherever it lies."""
+        given = super().index_arguments()
+        return given if self.artefact == PROMPT else given | {"artefact": file_hash(self.artefact)}
 
     def source(self) -> str:
         return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")

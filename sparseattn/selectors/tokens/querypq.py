@@ -131,6 +131,7 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
             rope = self.layer_context.rope
             moved = (tensors_hash({"inv_freq": rope.inv_freq}), rope.interleaved) if rope and self.ahead else None
             return given | {"scale": self.layer_context.scale, "rope": moved}
+        del given["artefact"]  # whose other layers do not count
         return given | {"parameters": tensors_hash(self.calibration().holds(self.layer))}
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
