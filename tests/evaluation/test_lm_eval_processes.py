@@ -92,7 +92,7 @@ def test_processes_write_what_one_writes(material: Path) -> None:
         if "again" in out or "by one" in out:  # nothing ran, so that nobody looked for tails
             tasks = {name: {**task, "tail_tokens": expected[name]["tail_tokens"]} for name, task in tasks.items()}
         assert tasks == expected, out
-    assert [path.name[-9:] for path in material.glob("kept-*")] == ["rank0.db"]
+    assert [path.name[-8:] for path in material.glob("kept-*")] == ["rank0.db"]
 
 
 @pytest.mark.slow
