@@ -304,6 +304,7 @@ def test_the_record_of_scaling_and_what_was_predicted_of_it(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(measure, "EVICTED", 1 << 10)  # times mean nothing here
+    monkeypatch.setattr(measure, "SWEPT", 1 << 20)
     monkeypatch.setattr(measure, "last_cache", lambda device: 1 << 10)
     sizes = ("--rows-sizes", "300,600,100000000", "--batch-sizes", "1,3", "--budget-sizes", "32,64", "--rows", "300")
     arguments = [*TINY, *sizes, "--batch-rows", "300", "--budget", "64", "--dtype", "float32", "--memory", "0.01"]

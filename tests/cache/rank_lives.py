@@ -16,7 +16,7 @@ from tests.cases import CASES, attention, full
 from tests.ranks import main
 
 CASE = {case.name: case for case in CASES}
-PROMPT, LENGTHS, STEPS, BUDGET = 192, (192, 131, 70), 40, 64
+PROMPT, LENGTHS, STEPS, BUDGET = 192, (192, 131, 70), 24, 64
 SHAPE = 3, 2, 3, 16  # B, H, G, D
 
 

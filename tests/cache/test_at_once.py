@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import Bounds, KVCache, Mass, Quest, decode
+from sparseattn import Bounds, Fier, KVCache, LowBit, Mass, Quest, decode
 from sparseattn.cache.at_once import StepAtOnce
 from sparseattn.cache.decode import attend_chosen
 from sparseattn.kernels.attend_bounded.dispatch import bounded_step
@@ -50,12 +52,26 @@ def same_in_two(query: Tensor, cache: KVCache, budget: int) -> None:
     assert torch.equal(cache.search.latest.length, selection.length)
 
 
-@pytest.mark.parametrize("group", ["sum", "max", "each"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_through_the_life_of_a_cache(group: str, dtype: torch.dtype, counted: list[bool]) -> None:
+METHODS = {
+    "sum": Quest(8, "sum"), "max": Quest(8, "max"), "each": Quest(8, "each"),
+    "lowbit": LowBit(rows=16), "four bits": LowBit(4, rows=16, scales=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        *((method, dtype) for method in ("sum", "max", "each") for dtype in (torch.float32, torch.bfloat16)),
+        ("lowbit", torch.bfloat16),
+        pytest.param("lowbit", torch.float32, marks=pytest.mark.slow),  # another compiled form
+        pytest.param("four bits", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_through_the_life_of_a_cache(method: str, dtype: torch.dtype, counted: list[bool]) -> None:
     """Tokens, seals, growth of storage, padding, other budgets, drafts taken back, beams and a new prompt."""
     torch.manual_seed(0)
-    cache = KVCache(Quest(8, group), sink=3, window=6, seal=16, rollback=4, check=False)
+    selector = copy.deepcopy(METHODS[method])
+    cache = KVCache(selector, sink=3, window=6, seal=16, rollback=4, check=False)
     for batch, rows in ((1, 90), (3, 61)):
         keys, values, query = drawn(batch, rows, dtype)
         at = torch.arange(rows).expand(batch, -1).clone()
@@ -70,7 +86,11 @@ def test_the_same_through_the_life_of_a_cache(group: str, dtype: torch.dtype, co
             if batch > 1 and token == 30:
                 cache.reorder(torch.tensor([2, 0, 0]))
         cache.reset()
-    assert counted == [True] * 140
+    if isinstance(selector, Quest):
+        assert counted == [True] * 140
+    else:  # by codes, where half of the rows or fewer are read
+        assert counted.count(True) > 60
+        assert counted.count(False) > 40
 
 
 def test_a_prepared_step_is_of_its_scale_and_implementation(counted: list[bool]) -> None:
@@ -99,9 +119,13 @@ class _Halved(Quest):
     [
         {"check": True}, {"rows": "kivi:bits=8"}, {"selector": Quest(8, "softmax")}, {"selector": Quest(8, int8=True)},
         {"selector": _Halved(8)}, {"capacity": 400, "fixed": True}, {"budget": Mass(0.9)}, {"dtype": torch.float64},
-        {"selector": "lowbit"},
+        {"selector": LowBit(page=8)}, {"selector": LowBit(group="max")}, {"selector": "lowbit", "budget": 65},
+        {"selector": Fier(), "capacity": 400, "fixed": True}, {"selector": "window"},
     ],
-    ids=["checked", "codec", "softmax", "int8", "scores", "fixed", "mass", "float64", "other"],
+    ids=[
+        "checked", "codec", "softmax", "int8", "scores", "fixed", "mass", "float64", "pages", "max", "half", "bits",
+        "other",
+    ],
 )  # fmt: skip
 def test_what_takes_two_calls(settings: dict, counted: list[bool]) -> None:
     given = {"selector": Quest(8), "check": False} | settings

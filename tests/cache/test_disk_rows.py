@@ -18,7 +18,7 @@ from tests.cases import CASES, Case, attention, by_name
 B, H, G, N, D = 2, 2, 3, 260, 32
 
 
-def run(case: Case, place: str, ahead: int = 100) -> tuple[KVCache, list[Tensor]]:
+def run(case: Case, place: str, ahead: int = 60) -> tuple[KVCache, list[Tensor]]:
     """What steps decode behind a padded prompt, through several seals."""
     queries, keys, values = attention(B, H, G, N, D)
     cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=place)

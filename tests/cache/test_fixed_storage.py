@@ -31,20 +31,21 @@ def addresses(cache: KVCache) -> dict[str, int]:
 
 @BY_NAME
 def test_it_gives_what_an_ordinary_cache_gives(case: Case) -> None:
-    """Through several seals, dropped tokens, beams, a clone and a second batch."""
+    """Token by token, through several seals, dropped tokens, beams and a clone; and a second batch, in steps of 14."""
     queries, keys, values = attention(B, H, G, 260, D)
     cache, plain = (cache_of(case, fixed, rollback=4) for fixed in (True, False))
     held: dict[str, int] = {}
     draft = torch.randn(B, H, 4, D)
     for batch in range(2):
-        for t in (119 - 14 * batch, *range(120 - 14 * batch, 260)):
-            part = slice(0, t) if cache.batch == 0 else slice(t - 1, t)
+        end = 0
+        for t in range(119, 260) if not batch else range(105, 260, 14):
+            part, end = slice(end, t), t
             for one in (cache, plain):
                 one.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part])
-                if t % 40 == 0 and t > 150:
+                if t % 35 == 0 and t > 150:
                     one.append(draft, draft, draft[:, :, None].expand(-1, -1, G, -1, -1))
                     one.crop(4)
-                if t == 170:
+                if t == 189:
                     one.reorder(torch.tensor([1, 0]))
                 one.seal()
             if t % 7:
@@ -73,14 +74,20 @@ def test_it_gives_what_an_ordinary_cache_gives(case: Case) -> None:
         torch.testing.assert_close(decode(query, twin, 40), decode(query, alike, 40), rtol=1e-5, atol=1e-5)
 
 
-@BY_NAME
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.by_turns)  # second forms are slow anyway
+        for case in ON_DEVICE
+    ],
+)
 def test_a_padded_batch(case: Case) -> None:
-    queries, keys, values = attention(B, H, G, 220, D)
+    queries, keys, values = attention(B, H, G, 172, D)
     cache, plain = (cache_of(case, fixed) for fixed in (True, False))
     at = torch.stack([torch.arange(100), torch.arange(100) - 60]).clamp(min=-1)
     for one in (cache, plain):
         one.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100], at)
-    for t in range(100, 220, 3):
+    for t in range(100, 172, 3):
         part = slice(t, t + 3)
         for one in (cache, plain):
             one.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part])

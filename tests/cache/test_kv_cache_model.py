@@ -202,7 +202,7 @@ def append(draw: random.Random, model: list[Sequence], cache: KVCache, heads: in
     cache.append(keys.masked_fill(hidden, 9.0), values.masked_fill(hidden, 9.0), queries, at if explicit else None)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", [*range(48), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(48, 80))])
 def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,60 +22,66 @@ from sparseattn.traces.texts import TEXTS
 from tests.cli.test_app import run
 
 SELECTED = """
-import sys
-from pathlib import Path
+import contextlib, io, json, os, sys
 from sparseattn.__main__ import main
-try:
-    main()
-finally:
+said = []
+for asked in json.loads(sys.argv.pop()):
+    os.environ.update(asked)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code, asked
     heavy = {"torch", "numpy", "transformers", "numba", "matplotlib"} & set(sys.modules)
-    assert not heavy, heavy
+    assert not heavy, (heavy, asked)
+    said.append(out.getvalue())
+print(json.dumps(said))
 """
 
 
-def offered(line: str, shell: str = "bash") -> list[str]:
-    """Return what a shell offers at the end of a line, asked as the script of `--show-completion` asks."""
-    words = shlex.split(line) + [""] * line.endswith(" ")
-    asked = {
-        "_SPARSEATTN_COMPLETE": f"complete_{shell}",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - 1),
-        "_TYPER_COMPLETE_ARGS": line,
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-    }
-    done = subprocess.run([sys.executable, "-c", SELECTED], capture_output=True, text=True, env={**os.environ, **asked})
+def offered(lines: Iterable[str], shell: str = "bash") -> list[list[str]]:
+    """Return what a shell offers at the end of each line, asked as the script of `--show-completion` asks."""
+    every = [
+        {
+            "_SPARSEATTN_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(shlex.split(line) + [""] * line.endswith(" ")) - 1),
+            "_TYPER_COMPLETE_ARGS": line,
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        for line in lines
+    ]
+    done = subprocess.run([sys.executable, "-c", SELECTED, json.dumps(every)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    return [line for line in done.stdout.splitlines() if line]
+    return [[line for line in said.splitlines() if line] for said in json.loads(done.stdout)]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("sparseattn ben", ["bench"]),
-        ("sparseattn bench --by-l", ["--by-layer"]),
-        ("sparseattn bench --selector ", [*sorted(SELECTORS), "all"]),
-        ("sparseattn serve smollm2 --selector no", ["none"]),
-        ("sparseattn capture --model ", [REFERENCE, *PACKAGED]),
-        ("sparseattn models --fetch ", list(PACKAGED)),
-        ("sparseattn machine ", ["cpu", *GPUS]),
-        ("sparseattn machine h100 --model ", list(named())),
-        ("sparseattn recommend --machine h1", ["h100"]),
-        ("sparseattn bench ", list(BUILTIN)),
-        ("sparseattn report --trace ", list(BUILTIN)),
-        ("sparseattn eval --text ", list(TEXTS)),
-        ("sparseattn eval --task passkey,k", ["passkey,kv"]),
-        ("sparseattn info lowb", ["lowbit"]),
-        ("sparseattn bench --selector mine:MeanK", []),  # the shell offers files
-    ],
-)
-def test_bash_is_offered_the_names(line: str, words: list[str]) -> None:
-    assert offered(line) == words
+def test_bash_is_offered_the_names() -> None:
+    names = {
+        "sparseattn ben": ["bench"],
+        "sparseattn bench --by-l": ["--by-layer"],
+        "sparseattn bench --selector ": [*sorted(SELECTORS), "all"],
+        "sparseattn serve smollm2 --selector no": ["none"],
+        "sparseattn capture --model ": [REFERENCE, *PACKAGED],
+        "sparseattn models --fetch ": list(PACKAGED),
+        "sparseattn machine ": ["cpu", *GPUS],
+        "sparseattn machine h100 --model ": list(named()),
+        "sparseattn recommend --machine h1": ["h100"],
+        "sparseattn bench ": list(BUILTIN),
+        "sparseattn report --trace ": list(BUILTIN),
+        "sparseattn eval --text ": list(TEXTS),
+        "sparseattn eval --task passkey,k": ["passkey,kv"],
+        "sparseattn info lowb": ["lowbit"],
+        "sparseattn bench --selector mine:MeanK": [],  # the shell offers files
+    }
+    assert dict(zip(names, offered(names), strict=True)) == names
 
 
 def test_zsh_and_fish_are_told_what_a_name_is() -> None:
-    assert '"smollm2":"SmolLM2-135M-Instruct' in "".join(offered("sparseattn capture --model ", "zsh"))
-    lines = offered("sparseattn bench --selector ", "fish")
+    (models,) = offered(["sparseattn capture --model "], "zsh")
+    assert '"smollm2":"SmolLM2-135M-Instruct' in "".join(models)
+    (lines,) = offered(["sparseattn bench --selector "], "fish")
     assert [line.split("\t")[0] for line in lines] == [*sorted(SELECTORS), "all"]  # no phrase is on two lines
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from sparseattn.cli.app import app
 from sparseattn.core.step_cost import KINDS, Cost, Launch, Shape, dense_cost, step_cost
+from sparseattn.cost_model import measure as measuring
 from sparseattn.cost_model.machine import GPUS, Machine, MachineError, Speed
 from sparseattn.cost_model.measure import Measuring, after_others, first_call, fitted, measure
 from sparseattn.selectors.registry import make_selector
@@ -108,7 +109,10 @@ def test_what_the_first_call_takes_counts_once() -> None:
     assert own == pytest.approx([1e-4, 9e-4, 5e-6])
 
 
-def test_a_measured_machine_knows_every_kind() -> None:
+def test_a_measured_machine_knows_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "EVICTED", 1 << 10)  # times mean nothing here
+    monkeypatch.setattr(measuring, "SWEPT", 1 << 20)
+    monkeypatch.setattr(measuring, "last_cache", lambda device: 1 << 10)
     seen = []
     machine = measure([torch.bfloat16], Shape(1, 1, 2, 16), 1, lambda done, of: seen.append((done, of)))
     assert not machine.predicted

@@ -89,10 +89,10 @@ def written(folder: Path, **config: Any) -> Path:
     return path
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bridge", "retrieval")]  # to build
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bridge", "hnsw", "retrieval")]  # to build
 
 
-@pytest.mark.parametrize("name", ["lowbit", "hnsw", "ivf", *SLOW])
+@pytest.mark.parametrize("name", ["lowbit", "ivf", *SLOW])
 def test_an_index_that_grows_late_is_what_was_measured(name: str) -> None:
     """Lists and guides of these do not grow with the first rows as they do with the later ones."""
     memory = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())

@@ -27,6 +27,10 @@ from sparseattn.kernels.attend import cpu as attend_cpu
 from sparseattn.kernels.page_bounds import cpu as page_bounds_cpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Kernels are compiled for each. How float16 is read, which all have in common, the fast run asks of attention alone.
+COMPILED = pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=[pytest.mark.slow] * (dtype == torch.float16)) for dtype in DTYPES], ids=str
+)
 
 
 def spare(rows: Tensor) -> Tensor:
@@ -176,7 +180,7 @@ def test_layouts_and_sizes_do_not_compile_anew() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@COMPILED
 @pytest.mark.parametrize(("served", "pages", "size"), [(4, 700, 64), (3, 40, 80), (1, 1, 1), (5, 3, 256)])
 def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, served: int, pages: int, size: int) -> None:
     queries, least, more = heads(3, 2, served, pages, size, dtype)
@@ -194,7 +198,7 @@ def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, serve
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@COMPILED
 def test_page_scores_of_int8_bounds_are_those_of_what_they_stand_for(group: str, dtype: torch.dtype) -> None:
     low, high = torch.randint(-127, 128, (2, 3, 2, 300, 64), dtype=torch.int8).sort(0).values
     step, real = torch.rand(3, 2, 64), torch.rand(3, 300) < 0.8
@@ -258,7 +262,7 @@ def test_best_pages_have_the_highest_scores(kind: str, count: int) -> None:
     assert set(length.flatten().tolist()) <= {0, 16}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@COMPILED
 @pytest.mark.parametrize(("many", "outputs", "size"), [(4, 300, 128), (1, 5, 7), (6, 1, 64), (3, 129, 33)])
 def test_linear_is_the_specification(dtype: torch.dtype, many: int, outputs: int, size: int) -> None:
     x, weight, bias = torch.randn(3, many, size), torch.randn(3, outputs, size).to(dtype), torch.randn(3, outputs)
@@ -303,7 +307,7 @@ def test_bucket_spans_are_those_of_the_runs(
             assert len(named) == min(budget, len(rows)) or slots < budget // span + visited * segments
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@COMPILED
 def test_listed_scores_are_the_specification(dtype: torch.dtype) -> None:
     queries, keys, _ = heads(2, 2, 3, 300, 80, dtype)
     ids = torch.randint(-1, 300, (2, 6, 200), dtype=torch.int32).sort(-1).values

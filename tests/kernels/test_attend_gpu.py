@@ -56,7 +56,7 @@ class Case:
 CASES = [
     Case(32, 1, 1, fp32, False, 403, 1, 37),
     Case(64, 3, 16, fp16, False, 403, 4, 6),
-    Case(80, 4, 64, fp32, False, 403, 0, 3),
+    Case(80, 4, 64, fp32, False, 403, 0, 3, heads=1),
     Case(96, 5, 1, fp16, True, 63, 4, 13),
     Case(128, 8, 16, fp16, False, 403, 1, 9),
     Case(128, 4, 64, fp32, True, 403, 4, 2, heads=1),
@@ -65,8 +65,8 @@ CASES = [
     Case(1, 1, 1, fp32, False, 63, 0, 5),
     Case(17, 17, 2, fp16, False, 63, 1, 5, heads=1),  # more query heads than one tile of tl.dot holds, odd D
     Case(64, 4, 16, fp32, False, 1, 0, 0),  # one row, nothing selected
-    Case(64, 4, 1, fp16, True, 403, 4, 0),  # the zones alone
-    Case(64, 4, 16, fp32, False, 403, 4, 9, bias=True),
+    Case(64, 4, 1, fp16, True, 403, 4, 0, heads=1),  # the zones alone
+    Case(64, 4, 16, fp32, False, 403, 4, 9, heads=1, bias=True),
     Case(96, 3, 4, fp16, True, 403, 1, 37, bias=True),
     Case(64, 2, 64, fp32, False, 403, 4, 3, bias=True),  # spans of a whole tile
 ]
@@ -213,14 +213,15 @@ def check_kernel(x: Inputs, splits: tuple[int | None, ...] = (1,)) -> None:
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (at in LONG)) for at, case in enumerate(CASES)], ids=str
 )
 def test_kernel_gather_and_reference_are_the_specification(case: Case) -> None:
+    """In one part and, by turns of the cases, in 2 or 7; programs under the interpreter take their time."""
     x = make(case)
     truth = Truth.of(x)
     truth.check(*x.run(attend_reference))
     truth.check(*x.run(gather))
-    check_kernel(x, (1, 2, 7))
+    check_kernel(x, (1, 7 if CASES.index(case) % 2 else 2))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 12))])
 def test_any_zones_and_spans(seed: int) -> None:
     """Zones and spans drawn at random, empty ones and sequences without rows among them."""
     torch.manual_seed(seed)
@@ -240,7 +241,7 @@ def test_any_zones_and_spans(seed: int) -> None:
 
 
 def test_sequence_without_rows_gives_zero_and_minus_infinity() -> None:
-    x = make(Case(64, 4, 16, fp32, slots=3))
+    x = make(Case(64, 4, 16, fp32, slots=3, heads=1))
     bounds = Bounds(ints([0, 0]), 0, ints([380, 0]), ints([403, 0]))
     keys, values = (rows.nan_to_num() for rows in (x.keys, x.values))
     keys[1], values[1] = torch.nan, torch.nan
@@ -287,7 +288,7 @@ def test_rows_with_gaps_between_their_elements_are_refused() -> None:
 
 def test_weights_far_apart_and_large_logits() -> None:
     """Logits of several hundred, growing and then shrinking along the rows, neither overflow nor lose the peak."""
-    x = make(Case(64, 4, 16, fp32, slots=20))
+    x = make(Case(64, 4, 16, fp32, slots=20, heads=1, batch=1))
     ramp = torch.linspace(-3, 3, 403, device=DEVICE).abs()[:, None]
     check_kernel(replace(x, query=5 * x.query, keys=x.keys * ramp, scale=1.0), (1, 7, 20))
 
@@ -350,7 +351,7 @@ class Watched:
 
 
 def test_tuned_cuts_otherwise_and_computes_the_same() -> None:
-    x, held = make(Case(64, 4, 16, fp32, slots=20)), dict(attend_gpu.TILES)
+    x, held = make(Case(64, 4, 16, fp32, slots=20, heads=1, batch=1)), dict(attend_gpu.TILES)
     with attend_gpu.tuned(attend_gpu.Tile(16, 1, 2)):
         assert attend_gpu.tile_of(4, 64) == attend_gpu.Tile(16, 1, 2)
         check_kernel(x, (1, 3))

@@ -40,6 +40,10 @@ SHAPES = [
     (2, 1, 1, 16, 1, fp32),
     (2, 5, 3, 48, 72, bf16, 8),
 ]
+# Kernels are compiled for each dtype of levels: those of float16 in the slow run.
+BY_SHAPE = pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=[pytest.mark.slow] * (fp16 in shape)) for shape in SHAPES]
+)
 
 
 class Index:
@@ -88,7 +92,7 @@ def off(got: Tensor, expected: Tensor) -> Tensor:
     return (got - expected).masked_fill(expected.isneginf(), 0).abs()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@BY_SHAPE
 def test_logits_are_the_specifications_within_the_bound(shape: tuple) -> None:
     index = Index(*shape)
     expected = quantized_keys.logits(*index.inputs, impl="torch")
@@ -137,7 +141,7 @@ def test_the_error_of_logits_has_the_bound_that_scales_say(size: int, bits: int,
     assert error.max() > 0.01 * bound.max()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@BY_SHAPE
 def test_nothing_is_lost_where_the_query_needs_no_rounding(shape: tuple) -> None:
     """Steps of 1 and a query of whole numbers to 127: integers through and through, but for the base."""
     index = Index(*shape)
@@ -201,13 +205,11 @@ def test_listed_pages_have_the_logits_of_their_rows(page: int, each: bool) -> No
 
 
 # The store of a serving engine: three sequences of 2 KV heads and 9 query heads over 40 entries, one of them short.
-@pytest.mark.parametrize("dtype", [fp32, fp16, bf16], ids=str)
+@pytest.mark.parametrize("dtype", [fp32, pytest.param(fp16, marks=pytest.mark.slow), bf16], ids=str)
 @pytest.mark.parametrize(("rows", "page"), [(64, 1), (64, 4), (64, 16), (64, 64), (48, 16), (32, 32)])
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_pages_in_a_store_have_the_specifications_masses(bits: int, rows: int, page: int, dtype: torch.dtype) -> None:
-    """Each mass within the bound of its rows' logits, whether the groups fill the last part of a thread or not.
-
-    The vote by "softmax" is compiled for each dtype of levels: for float16 it is a slow test."""
+    """Each mass within the bound of its rows' logits, whether the groups fill the last part of a thread or not."""
     query, store, table = in_a_store(bits, rows, dtype)
     for entries in (1, 24, 2048 // rows + 1):  # the last: a part and one group more
         listed = table.repeat(1, -(-entries // table.shape[1]))[:, :entries]
@@ -216,16 +218,9 @@ def test_pages_in_a_store_have_the_specifications_masses(bits: int, rows: int, p
         assert found.shape == (3, 18, entries * rows // page)
         bound = bound_in_a_store(query, store)
         assert (off(found, expected) <= bound).all()
-        for group in ("sum", "max") if dtype == fp16 else ("softmax", "sum", "max"):
+        for group in ("softmax", "sum", "max"):
             votes = [quantized_keys.scores_at(query, store, listed, group, page, impl) for impl in ("torch", "numba")]
             assert off(*votes).max() <= float(bound.max()) * (9 if group == "sum" else 2)
-
-
-@pytest.mark.slow  # compiles the vote once more for what the masses above, of which it is made, have read already
-def test_pages_in_a_store_vote_by_levels_of_float16() -> None:
-    query, store, table = in_a_store(4, 64, fp16)
-    votes = [quantized_keys.scores_at(query, store, table, "softmax", 4, impl) for impl in ("torch", "numba")]
-    assert off(*votes).max() <= float(bound_in_a_store(query, store).max()) * 2
 
 
 def bound_in_a_store(query: Tensor, store: QuantizedKeys) -> Tensor:
@@ -320,7 +315,7 @@ def test_entries_in_a_store_have_the_scores_of_a_sequences_own(selector: LowBit)
         torch.testing.assert_close(found[one : one + 1, :, : expected.shape[2]], expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@BY_SHAPE
 def test_keys_are_coded_as_the_specification_codes_them(shape: tuple) -> None:
     index = Index(*shape)
     keys, rows, bits = index.keys, index.rows, index.bits

@@ -8,7 +8,9 @@ import torch
 from sparseattn.kernels.row_scores import dispatch
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(("group", "rows"), [(1, 5), (4, 700), (7, 513), (2, 0)])
 def test_compiled_products_are_the_references(group: int, rows: int, dtype: torch.dtype) -> None:
     pytest.importorskip("numba")

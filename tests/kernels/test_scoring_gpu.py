@@ -39,17 +39,25 @@ def bounds_of_pages(
     return spare[0, :, :, :number], spare[1, :, :, :number], real
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(
-    ("dtype", "size", "heads", "number"),
+def by_turns(shapes: list[tuple[torch.dtype, int, int, int]]) -> pytest.MarkDecorator:
+    """Votes and shapes: in the fast run each vote meets every second shape, in the slow run the others."""
+    every = [
+        pytest.param(group, *shape, marks=[pytest.mark.slow] * ((g + s) % 2))
+        for s, shape in enumerate(shapes)
+        for g, group in enumerate(GROUPS)
+    ]
+    return pytest.mark.parametrize(("group", "dtype", "size", "heads", "number"), every)
+
+
+@by_turns(
     [
-        (fp32, 64, 4, 300),
+        (fp32, 64, 4, 150),
         (fp16, 128, 3, 70),
         (fp32, 128, 17, 20),
         (fp16, 80, 1, 1),
         (fp32, 1, 2, 5),
         (fp16, 256, 5, 40),
-    ],
+    ]
 )
 def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, size: int, heads: int, number: int) -> None:
     """Within the roundings of a sum of 2D products in float32, and of G such sums (`number` pages, `heads` is G)."""
@@ -82,10 +90,7 @@ def test_int8_bounds_are_scored_as_what_they_stand_for(group: str, dtype: torch.
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(
-    ("dtype", "size", "heads", "number"), [(fp32, 64, 4, 150), (fp16, 128, 3, 40), (fp16, 80, 1, 1), (fp32, 33, 2, 0)]
-)
+@by_turns([(fp32, 64, 4, 150), (fp16, 128, 3, 40), (fp16, 80, 1, 1), (fp32, 33, 2, 0)])
 def test_page_scores_of_a_shared_store_are_the_specification(
     group: str, dtype: torch.dtype, size: int, heads: int, number: int
 ) -> None:

@@ -24,7 +24,9 @@ def test_it_is_a_sum_of_softmax_weights() -> None:
     torch.testing.assert_close(dispatch.weights_given(query, total, keys, 0.3), expected.sum(2).float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(("queries", "rows", "size"), [(1, 5, 32), (6, 700, 64), (20, 2_177, 128), (36, 130, 64)])
 def test_compiled_sums_are_the_references(queries: int, rows: int, size: int, dtype: torch.dtype) -> None:
     """By rows, and by matrix tiles or pairs where these are: 16 bits, many queries, a size in whole tiles."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,13 +28,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def compared(models: list[Any], given: dict[str, Any], way: str) -> dict[str, Any]:
+def compared(models: list[Any], given: dict[str, Any], way: str, new: int) -> dict[str, Any]:
     """Tokens and logits of the whole model, and of the shared one."""
     inputs = padded((60,)) if way == "lookup" else padded()
     said = []
     for model in models:
         with SparseCache(model, **given, budget=16, **SETTINGS) as cache:
-            said.append((*generate(model, cache, inputs, **WAYS[way]), cache))
+            said.append((*generate(model, cache, inputs, max_new_tokens=new, **WAYS[way]), cache))
     (tokens, logits, one), (own, own_logits, shared) = said
     return {
         "tokens": bool(torch.equal(own, tokens)),
@@ -43,13 +44,13 @@ def compared(models: list[Any], given: dict[str, Any], way: str) -> dict[str, An
     }
 
 
-def drafted(models: list[Any]) -> dict[str, Any]:
+def drafted(models: list[Any], new: int) -> dict[str, Any]:
     """Tokens that the whole model generates losslessly, and the shared one; and its groups of processes."""
     inputs, said = padded(), []
     for model in models:
         with SparseCache(model, "quest:page=8", budget=16, **SETTINGS) as cache:
             mask = inputs["attention_mask"]
-            out = generate_lossless(model, inputs["input_ids"], cache=cache, attention_mask=mask, max_new_tokens=24)
+            out = generate_lossless(model, inputs["input_ids"], cache=cache, attention_mask=mask, max_new_tokens=new)
             said.append((out.sequences, len(groups_of(cache))))
     (tokens, one), (own, shared) = said
     return {"tokens": bool(torch.equal(own, tokens)), "groups": [one, shared]}
@@ -71,8 +72,8 @@ def lives(names: dict[str, Any], size: int) -> Iterator[tuple[str, Any]]:
         yield "refused three", str(error)
     for selector, way in names["generate"]:
         given = {"roles": Roles(ROLES)} if selector == "roles" else {"selector": selector}
-        yield f"{selector} {way}", compared([whole, shared], given, way)
-    yield "drafts", drafted([whole, shared])
+        yield f"{selector} {way}", compared([whole, shared], given, way, names["new"])
+    yield "drafts", drafted([whole, shared], names["new"])
     for selector in names["refused"]:
         yield f"refused {selector}", refused(shared, {"selector": selector})
     with SparseCache(shared, "quest") as cache:
@@ -85,4 +86,10 @@ def lives(names: dict[str, Any], size: int) -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
+    from transformers import LlamaForCausalLM  # noqa: F401 -- imported for both
+
+    for rank in range(1, int(os.environ["WORLD_SIZE"])):
+        if not os.fork():
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            break
     main(lives)

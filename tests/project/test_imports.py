@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,7 @@ HOMES = {
 }
 
 
+@functools.cache
 def imports(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -128,6 +130,14 @@ import sys
 for name in {OPTIONAL!r}:
     sys.modules[name] = None  # an import of it raises ImportError
 import sparseattn, torch
+import sparseattn.evaluation.builtin_traces, sparseattn.models.capture, sparseattn.models.load
+import sparseattn.traces.synthetic, sparseattn.traces.trace
+try:
+    sparseattn.models.load.load_model("x")
+except ValueError as error:
+    assert "needs transformers" in str(error), error
+else:
+    raise AssertionError("transformers was not needed")
 selector = sparseattn.Quest()
 cache = sparseattn.KVCache(selector, window=16)
 cache.append(*torch.randn(2, 1, 2, 200, 64))

@@ -404,8 +404,7 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     assert json.loads(resumed.stdout)["layers"] == plan.records(), "stopped amid the layers, it comes to the same"
     assert (tmp_path / "stopped" / "recommend.jsonl").read_bytes().startswith(begun)
     for more, unit in (
-        (["--measure", "top", "--error", "30%"], "bytes"),
-        (["--by", "layer", "--error", "10%"], "bytes"),
+        (["--measure", "top", "--by", "layer", "--error", "30%"], "bytes"),
         (["--machine", "a100", "--context", "64k", "--batch", 64, "--error", "20%"], "seconds"),
     ):
         other = run(*SHORT, *more, "--out", tmp_path, "--plan", tmp_path / "other.json")

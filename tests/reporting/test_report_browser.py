@@ -64,8 +64,13 @@ def lines_of(page: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [
+        *((1280, "light"), (400, "dark")),
+        *(pytest.param(width, theme, marks=pytest.mark.slow) for width, theme in ((1280, "dark"), (400, "light"))),
+    ],
+)
 def test_the_page_opens_from_the_disk_at_every_width_and_theme(
     width: int, theme: str, opened: Callable[..., Any]
 ) -> None:
@@ -86,7 +91,7 @@ def test_the_page_opens_from_the_disk_at_every_width_and_theme(
     assert page.locator("#theme").inner_text().lower() == theme
 
 
-@WIDTHS
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.slow)])
 def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: Callable[..., Any]) -> None:
     page = opened(width)
     if width < 800:
@@ -185,7 +190,7 @@ def test_tables_are_sorted_and_filtered(opened: Callable[..., Any]) -> None:
     assert not view.locator(".rest").is_visible(), "five rows are shown whole"
 
 
-@WIDTHS
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.slow)])
 def test_a_long_table_shows_a_screenful_until_all_is_asked_for(width: int, browser: Any, tmp_path: Path) -> None:
     rows = [[f"trace {number}", number] for number in range(40)]
     table = Table("Every measurement", [Column.text("trace"), Column("rows")], rows)
@@ -204,7 +209,7 @@ def test_a_long_table_shows_a_screenful_until_all_is_asked_for(width: int, brows
     page.close()
 
 
-@WIDTHS
+@pytest.mark.parametrize("width", [1280, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_token_clicked_shows_its_rows(width: int, opened: Callable[..., Any]) -> None:
     """Those that the method read, and of the needed ones those that it did not, of the token, layer and head chosen."""
     found = explore(records.trace(), SELECTORS, 16, queries=4, sink=2, window=8)

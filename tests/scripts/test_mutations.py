@@ -8,7 +8,7 @@ from scripts import mutations
 from scripts.mutations import FINE, FORMATS, REFUSED, TIME, TRACEBACK, UNNAMED, Format, Mutation, outcome, run
 
 SEED = 40
-FAST, SLOW, PARTS = 200, 5000, 25
+FAST, SLOW, PARTS = 120, 5000, 25
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from scripts.reference.text import Corpus  # noqa: E402
 from scripts.reference.training import train  # noqa: E402
 from sparseattn.evaluation.builtin_traces import builtin_trace, recall_bytes  # noqa: E402
 from sparseattn.models.load import reference_folder, reference_model  # noqa: E402
-from tests import ROOT  # noqa: E402
+from tests import ROOT, short_traces  # noqa: E402
 
 
 def test_what_ships() -> None:
@@ -106,6 +107,7 @@ def test_questions_are_answered_but_not_from_a_window(task: str) -> None:
         assert answered_by_window(model, task, 4096, 6, dense) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["recall", "text"])
 def test_builtin_trace_is_made_once(name: str, builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
@@ -118,8 +120,14 @@ def test_builtin_trace_is_made_once(name: str, builtin_cache: Path, monkeypatch:
     assert again.layer(3).keys.equal(trace.layer(3).keys)
 
 
-def test_keys_before_rope_can_be_recovered(builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
+@pytest.fixture
+def short(once: Callable[[str, Callable[[Path], None]], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built-in traces are short."""
+    short_traces.use(monkeypatch, once("short-traces", short_traces.fill))
+
+
+@pytest.mark.usefixtures("short")
+def test_keys_before_rope_can_be_recovered() -> None:
     trace = builtin_trace("recall")
     model = reference_model()
     seen: list[torch.Tensor] = []
@@ -137,13 +145,19 @@ def test_keys_before_rope_can_be_recovered(builtin_cache: Path, monkeypatch: pyt
         assert (layer.keys[:, 1:head] - theirs[:, 1:]).norm() > 0.1 * theirs.norm()  # there was a rotation to undo
 
 
-def test_retrieval_layers_look_far_back(builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["short", "whole"])
+def test_retrieval_layers_look_far_back(
+    whole: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On "recall" over half of the attention of layers 1 and 2 is more than 64 tokens back; layer 0 looks nearby."""
-    monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
+    if whole:
+        monkeypatch.setenv("SPARSEATTN_CACHE", str(request.getfixturevalue("builtin_cache")))
+    else:
+        request.getfixturevalue("short")
     trace = builtin_trace("recall")
-    for layer in (1, 2):
-        assert sparseattn.evaluate(trace, "exact", 64, window=64, last=128, layers=[layer]).mean("indexed_mass") > 0.5
-    assert sparseattn.evaluate(trace, "exact", 64, window=64, last=128, layers=[0]).mean("indexed_mass") < 0.5
+    for layer, looks_far in ((0, False), (1, True), (2, True)):
+        found = sparseattn.evaluate(trace, "exact", 64, window=64, last=128 if whole else 32, layers=[layer])
+        assert (found.mean("indexed_mass") > 0.5) is looks_far
 
 
 def command(work: Path, *options: str) -> list[str]:

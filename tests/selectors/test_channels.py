@@ -148,8 +148,8 @@ def test_pqcache_names_each_half_of_a_key_by_one_of_64_centroids_of_all_keys() -
     mean = torch.stack([keys[0, 0, cache.codes.data[0, 0, :, 0] == name, :16].mean(0) for name in range(64)])
     near = (cache.centroids.data[0, 0, 0].float() - mean).norm(dim=1) / mean.norm(dim=1)
     assert float((near * counts).sum() / counts.sum()) < 0.05, "a centroid is the mean of its keys, none left out"
-    found = filled(make_selector("pqcache"), keys.bfloat16()).select(queries[:, :, :, -1].bfloat16(), 16)
-    assert found.scan_bytes.tolist() == [[9000 * 2 + 64 * 32 * 2] * 2]
+    found = filled(make_selector("pqcache"), keys[:, :, :1000].bfloat16()).select(queries[:, :, :, -1].bfloat16(), 16)
+    assert found.scan_bytes.tolist() == [[1000 * 2 + 64 * 32 * 2] * 2]
 
 
 @pytest.mark.parametrize(

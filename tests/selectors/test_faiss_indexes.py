@@ -37,7 +37,7 @@ def recall(selection: Selection, query: torch.Tensor, keys: torch.Tensor, count:
     return float((selection.rows[..., None] == truth[..., None, :]).any(-2).double().mean())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("make", [Flat, lambda: IVF(8, 8), lambda: HNSW(128, 512)], ids=["flat", "ivf", "hnsw"])
 def test_exhaustive_search_finds_exacts_rows_best_first(make, dtype: torch.dtype) -> None:
     queries, keys, _ = heads(2, 2, 3, 240, 64, dtype)
@@ -110,7 +110,7 @@ def test_hnsw_counts_every_distance() -> None:
     ("selector", "settings"), [(IVF(64, 1), (1, 4, 16, 64)), (HNSW(8, 40, 1), (20, 80, 320))], ids=["ivf", "hnsw"]
 )
 def test_the_knob_buys_recall_with_work_at_the_next_query(selector: Selector, settings: tuple[int, ...]) -> None:
-    query, keys = clustered(4096, heads=4, group=4)
+    query, keys = clustered(2048, heads=4, group=4)
     cache = filled(selector, keys)
     points = []
     for setting in settings:

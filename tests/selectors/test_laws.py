@@ -27,16 +27,20 @@ B, H, G, D = 2, 2, 3, 32
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+EVERY = 3  # tokens from choice to choice where a law need not see them all; the law of dropped tokens sees them all
+
+
 def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: int | None = None):
-    """Yields (t, query, selection) for every token from `prefill` on."""
+    """Yields (t, query, selection) for every `EVERY`th token from `prefill` on."""
     chunk = chunk or prefill
     for start in range(0, prefill, chunk):
         part = slice(start, min(start + chunk, prefill))
         cache.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part])
     for t in range(prefill, keys.shape[2]):
         cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1], queries[:, :, :, t : t + 1])
-        query = queries[:, :, :, t]
-        yield t, query, cache.select(query, budget)
+        if (t - prefill) % EVERY == 0:
+            query = queries[:, :, :, t]
+            yield t, query, cache.select(query, budget)
 
 
 def over(cache: KVCache, query, selection: Selection, impl: str | None = None) -> torch.Tensor:
@@ -99,10 +103,10 @@ def test_output_is_attention_over_exactly_the_rows_named(
     case: Case, zones: tuple[int, int, int], apart: str | None
 ) -> None:
     sink, window, seal = zones
-    queries, keys, values = attention(B, H, G, 240, D)
+    queries, keys, values = attention(B, H, G, 200, D)
     cache = KVCache(case.make(), sink=sink, window=window, seal=seal, sealed_device=apart)
-    for t, query, selection in replay(cache, queries, keys, values, 120, 33):
-        if t % 11 == 0 or t < 122:
+    for number, (t, query, selection) in enumerate(replay(cache, queries, keys, values, 120, 33)):
+        if number < 2 or number % 4 == 0:
             check(cache, query, selection, keys, values, t, 33)
     assert int(cache.sealed[0]) > 0
 
@@ -111,7 +115,7 @@ def test_output_is_attention_over_exactly_the_rows_named(
 def test_exhaustive_and_unlimited_is_full_attention(case: Case, apart: str | None) -> None:
     if case.exhaustive is None:
         pytest.skip(case.reason)
-    queries, keys, values = attention(B, H, G, 230, D)
+    queries, keys, values = attention(B, H, G, 200, D)
     cache = KVCache(case.exhaustive(), sink=2, window=5, seal=32, sealed_device=apart)
     for t, query, selection in replay(cache, queries, keys, values, 150, None):
         assert int(selection.attended.min()) == int(cache.sealed[0]), "every sealed row is selected"
@@ -123,7 +127,7 @@ def test_exhaustive_and_unlimited_is_full_attention(case: Case, apart: str | Non
 
 @BY_NAME
 def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case, apart: str | None) -> None:
-    queries, keys, values = attention(B, H, G, 200, D)
+    queries, keys, values = attention(B, H, G, 180, D)
     outs = []
     for chunk in (160, 37, 1):
         cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
@@ -137,14 +141,16 @@ def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case, apart: st
 def test_a_padded_batch_equals_the_unpadded_sequences(
     case: Case, budget: int | None, side: str, apart: str | None
 ) -> None:
-    """Exactly, at every step, for token-level selectors that seal at every row and for exhaustive budgets. A batch
-    seals together, so the last rows of a page may be sealed a few steps earlier than alone: pages agree at first."""
+    """Exactly, at every step looked at, for token-level selectors that seal at every row and for exhaustive budgets. A
+    batch seals together, so the last rows of a page may be sealed a few steps earlier than alone: pages agree at
+    first."""
     if budget is None and case.exhaustive is None:
         pytest.skip(case.reason)
     make = case.make if budget is not None or case.exhaustive is None else case.exhaustive
     unit = make().unit
     seal = 32 if budget is None else unit
-    lengths, prefill, steps = (100, 67, 3), 100, 34
+    exact = unit == 1 or budget is None
+    lengths, prefill, steps = (100, 67, 3), 100, 34 if exact else 1
     queries, keys, values = attention(3, H, G, prefill + steps, D)
     batch = KVCache(make(), sink=4, window=8, seal=seal, sealed_device=apart)
     first = [prefill - n if side == "left" else 0 for n in lengths]
@@ -152,13 +158,14 @@ def test_a_padded_batch_equals_the_unpadded_sequences(
     for b, n in enumerate(lengths):
         at[b, first[b] : first[b] + n] = torch.arange(n)
     batch.append(keys[:, :, :prefill], values[:, :, :prefill], queries[:, :, :, :prefill], at)
-    got = []
-    for t in range(prefill, prefill + steps):
+    got = {}
+    for step, t in enumerate(range(prefill, prefill + steps)):
         one = slice(t, t + 1)
         batch.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
-        if t == prefill:
+        if step == 0:
             cost = batch.select(queries[:, :, :, t], budget)
-        got.append(decode(queries[:, :, :, t], batch, budget))
+        if step % EVERY == 0:
+            got[step] = decode(queries[:, :, :, t], batch, budget)
     for b, n in enumerate(lengths):
         alone = KVCache(make(), sink=4, window=8, seal=seal, sealed_device=apart)
         mine = slice(b, b + 1)
@@ -173,14 +180,14 @@ def test_a_padded_batch_equals_the_unpadded_sequences(
                     batched, single = getattr(cost, name), getattr(own, name)
                     if batched is not None and single is not None:
                         assert torch.equal(batched[mine].flatten()[:1], single.flatten()[:1]), name
-            expected = decode(queries[mine, :, :, t], alone, budget)
-            if unit == 1 or budget is None or step == 0:
+            if step in got:
+                expected = decode(queries[mine, :, :, t], alone, budget)
                 torch.testing.assert_close(got[step][mine], expected, rtol=1e-4, atol=1e-5)
 
 
 @BY_NAME
 def test_reorder_clone_and_reset(case: Case, apart: str | None) -> None:
-    queries, keys, values = attention(B, H, G, 200, D)
+    queries, keys, values = attention(B, H, G, 180, D)
     cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
     cache.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150])
     decode(queries[:, :, :, 149], cache, 40)
@@ -188,12 +195,13 @@ def test_reorder_clone_and_reset(case: Case, apart: str | None) -> None:
     beams = torch.tensor([1, 1, 0])
     cache.reorder(beams)
     of_beams = [x[beams] for x in (keys, values, queries)]
-    for t in range(150, 200):
+    for t in range(150, 180):
         one = slice(t, t + 1)
         twin.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
         cache.append(*(x[..., one, :] for x in of_beams))
-        expected = decode(queries[:, :, :, t], twin, 40)
-        torch.testing.assert_close(decode(of_beams[2][:, :, :, t], cache, 40), expected[beams])
+        if t % EVERY == 0:
+            expected = decode(queries[:, :, :, t], twin, 40)
+            torch.testing.assert_close(decode(of_beams[2][:, :, :, t], cache, 40), expected[beams])
     label = repr(cache.selector)
     cache.reset()
     assert cache.batch == 0
@@ -221,13 +229,13 @@ def test_for_layer_is_fresh_and_keeps_its_label(case: Case, apart: str | None) -
 
 @BY_NAME
 def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart: str | None) -> None:
-    queries, keys, values = attention(B, H, G, 200, D)
+    queries, keys, values = attention(B, H, G, 140, D)
     cache, plain = (KVCache(case.make(), sink=4, window=8, seal=32, rollback=6, sealed_device=apart) for _ in range(2))
     for c in (cache, plain):
         c.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100])
     draft = torch.randn(B, H, 6, D)
-    for t in range(100, 180):
-        if t % 10 == 0:
+    for t in range(100, 140):
+        if t % 7 == 0:
             cache.append(draft, draft, draft[:, :, None].expand(-1, -1, G, -1, -1))
             cache.crop(6)
         one = slice(t, t + 1)
@@ -267,7 +275,7 @@ def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...],
 def test_compact_frees_memory_and_changes_nothing_else(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
     """Beside a cache that frees nothing, through seals, beams and dropped tokens; a cache in which nothing is dropped
     stays as it is."""
-    queries, keys, values = attention(B, H, G, 270, D)
+    queries, keys, values = attention(B, H, G, 230, D)
     at = torch.stack([torch.arange(150) - (150 - n * 3 // 2) for n in lengths]).clamp(min=-1)
     settings = {"sink": 4, "window": 8, "seal": 32, "rollback": 3, "sealed_device": apart}
     cache, plain = (KVCache(case.make(), **settings) for _ in range(2))
@@ -276,13 +284,13 @@ def test_compact_frees_memory_and_changes_nothing_else(case: Case, lengths: tupl
     assert cache.compact() == 0, "nothing is sealed yet"
     beams, draft = torch.arange(B), torch.randn(B, H, 3, D)
     freed = 0
-    for t in range(150, 270):
+    for t in range(150, 230):
         token = [x[beams][..., t : t + 1, :] for x in (keys, values, queries)]
         for one in (cache, plain):
             one.append(*token)
         query = token[2][:, :, :, 0]
         torch.testing.assert_close(decode(query, cache, 30), decode(query, plain, 30), rtol=1e-5, atol=1e-5)
-        if t in (150, 151, 200, 240):
+        if t in (150, 151, 190, 220):
             before, zone, expected = cache.nbytes, cache.stored.sealed_keys.shape[2], decode(query, cache.clone(), 30)
             more = cache.compact()
             assert more > 0 or t > 150

@@ -90,7 +90,7 @@ def test_what_was_learned_on_other_prompts_finds_more_than_chance(
     traces: list[Path], tmp_path: Path, method: str, width: int
 ) -> None:
     file = tmp_path / "index.safetensors"
-    found = train_index(traces[:2], file, IndexRecipe(method, width, steps=80, rate=0.03))
+    found = train_index(traces[:2], file, IndexRecipe(method, width, steps=50, rate=0.03))
     assert [list(part) for part in found.layers.values()] == [list(found.layers[0])] * 2
     assert sorted(found.meta["loss"]) == ["0", "1"]
     maker = {

@@ -264,7 +264,14 @@ def test_attach_finds_room_below_when_all_it_may_follow_are_full() -> None:
 # -- search -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",  # the search is compiled for each
+    [
+        torch.float32,
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float64)),
+    ],
+)
 def test_a_beam_of_all_keys_finds_the_exact_best_in_order(dtype: torch.dtype) -> None:
     keys, queries = exact((2, 2, 203, D)).to(dtype), exact((2, 2, 3, 203, D), 1).to(dtype)
     cache = filled(RetrievalAttention(beam=200), keys, queries, sink=3)
@@ -391,11 +398,11 @@ def test_every_key_is_reachable_after_a_build(kind: str, degree: int) -> None:
     [(1, 10), (150, 0), *(pytest.param(*given, marks=pytest.mark.slow) for given in ((150, 10), (1, 0)))],
 )
 def test_every_key_is_reachable_after_inserts(kind: str, degree: int, step: int, guides: int) -> None:
-    """Row by row and all at once, where no guide is kept too."""
-    keys = shapes()[kind]
+    """The last 50 row by row and the last 150 all at once, where no guide is kept too."""
+    keys, first = shapes()[kind], 250 if step == 1 else 150
     selector = RetrievalAttention(1, 20, degree, build_beam=8, guides=guides)
-    cache = filled(selector, keys[:, :, :150])
-    more(cache, keys[:, :, 150:], step)
+    cache = filled(selector, keys[:, :, :first])
+    more(cache, keys[:, :, first:], step)
     sound(selector)
     selector.beam = 300
     assert sorted(cache.select(keys[:, :, :1], 300).rows.flatten().tolist()) == list(range(300))

@@ -136,7 +136,7 @@ def test_saap_reads_exactly_the_rows_of_the_buckets_that_its_classifier_names(
     classifier = part.classifier
     assert classifier is not None
     replay = Replay(SAAP(path, probes=3, group=group, span=4), sealed_device=apart)
-    for _ in range(50):
+    for _ in range(34):
         t, selection = replay.step()
         chances = probabilities(replay, t, lambda h, g, q: forward(classifier, h if classifiers == H else h * G + g, q))
         scores = chances.sum(2) if group == "softmax" else chances.flatten(1, 2)
@@ -207,7 +207,7 @@ def test_moments_are_those_of_the_keys_in_each_bucket(
     selector = Moments(path, probes=3) if context is None else SAAP(path, probes=3, context=context)
     replay = Replay(selector, 60, 130)
     empty = 0
-    for _ in range(60):
+    for _ in range(40):
         t, selection = replay.step()
         bucket, keys, queries = replay.bucket(part.centroids), replay.roped[0].double(), replay.roped[1].double()
         logits = torch.full((B, H, G, 40), -math.inf, dtype=torch.float64)
@@ -291,7 +291,7 @@ def test_logits_are_those_of_the_plain_network_with_batch_normalisation(tmp_path
 @pytest.mark.parametrize("budget", [17, 33, 61])
 def test_a_budget_cuts_the_buckets_that_come_last(file: str, budget: int) -> None:
     replay, free = (Replay(SAAP(file, probes=5, span=8)) for _ in range(2))
-    for _ in range(40):
+    for _ in range(24):
         _, selection = replay.step(budget)
         _, whole = free.step()
         for cut, rows in zip(replay.named(selection), free.named(whole), strict=True):

@@ -96,7 +96,7 @@ def test_the_best_listed_rows_and_the_groups_read(page: int) -> None:
 
 def test_listed_logits_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, query = torch.randn(1, 2, 64, 32), torch.randn(1, 2, 4, 32)
-    index = encode(keys, 16, 2, "bins", torch.float16, impl="torch")
+    index = encode(keys, 16, 2, "bins", torch.bfloat16, impl="torch")
     index = replace(index, valid=torch.ones(1, 64, dtype=torch.bool))
     pages = torch.tensor([[[3, -1, 0], [1, 2, -1]]])
     whole = quantized_keys.listed_logits(query, index, pages, 16)

@@ -55,6 +55,7 @@ SMALL: dict[str, Any] = {
     "validate": 5,
     "filters": FILTERS,
 }
+ABLATED = {**SMALL, "steps": 5}
 
 
 def prompt_trace(number: int, *, layers: int = 1, tokens: int = TOKENS, heads: int = HEADS, **meta: Any) -> Trace:
@@ -384,6 +385,14 @@ def test_the_classifier_learns(tmp_path: Path) -> None:
         assert mean["classifier"] > 0.8 * mean["oracle"]
 
 
+@pytest.fixture(scope="module")
+def unchanged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Artefact:
+    """What the recipe of the ablations makes of layer 1 where none of it is changed."""
+    found = train([folder], tmp_path_factory.mktemp("unchanged") / "b.safetensors", Recipe(**ABLATED), layers=[1])
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -398,21 +407,18 @@ def test_the_classifier_learns(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_ablations(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    base = Recipe(**{**SMALL, "steps": 5})
-    artefact = train([folder], tmp_path / "a.safetensors", Recipe(**{**SMALL, "steps": 5, **options}), layers=[1])
-    plain = train([folder], tmp_path / "b.safetensors", base, layers=[1])
+def test_ablations(options: dict[str, Any], folder: Path, tmp_path: Path, unchanged: Artefact) -> None:
+    artefact = train([folder], tmp_path / "a.safetensors", Recipe(**{**ABLATED, **options}), layers=[1])
     assert artefact is not None
-    assert plain is not None
     partition = artefact.layers[1]
     assert artefact.roped == (options.get("roped") is True)
     assert (partition.classifier is None) == ("symmetric" in options)
     if partition.classifier is not None:
         assert len(partition.classifier.w1) == (HEADS * GROUP if "per_query_head" in options else HEADS)
         assert (partition.classifier.skip is not None) == ("residual" in options)
-        assert plain.layers[1].classifier is not None
+        assert unchanged.layers[1].classifier is not None
         if "per_query_head" not in options:
-            assert not partition.classifier.w2.equal(plain.layers[1].classifier.w2)
+            assert not partition.classifier.w2.equal(unchanged.layers[1].classifier.w2)
         queries = torch.randn(HEADS, GROUP, 3, SIZE)
         scores = classifier_scores(partition.classifier, queries)
         torch.testing.assert_close(scores.sum(-1), torch.full((HEADS, 3), float(GROUP)))

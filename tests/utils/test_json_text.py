@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import sys
 import time
@@ -129,10 +130,17 @@ def test_a_field_is_refused_by_its_name(change: dict[str, Any], sentence: str) -
 # -- the doors ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    records.fill(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    records.fill(tmp_path)
-    return tmp_path
+def folder(filled: Path, tmp_path: Path) -> Path:
+    """Of the test alone: it writes into it."""
+    return shutil.copytree(filled, tmp_path / "records")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Pages scored, chosen and attended to in one compiled call, which takes its numbers in one array.
+"""Pages scored, chosen and attended to in one compiled call.
 
-numba looks at every argument of a call, and at every number of a tuple: three calls with all that they need take as
-long as what they compute for a small model.
+numba looks at every argument of a call: three calls with all that they need take as long as what they compute for a
+small model.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
-from sparseattn.kernels.attend.cpu import attend_lists, parts_of
-from sparseattn.kernels.attend.cpu_many import products_for
+from sparseattn.kernels.attend.cpu_prepared import attend_prepared, prepared
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import KINDS, LOG2E
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
@@ -27,31 +26,21 @@ FLAGS = KINDS[torch.bool]
 
 
 @entry(cache=True, nogil=True)
-def _attend_bounded(kind, flag, numbers, temperature, scale, query_at, chosen_at, out_at):
-    """kind, flag: what queries, bounds and rows are, and what says which pages are there; numbers: see
-    `_Step`; temperature, scale: what bounds are divided by, and
-    the factor of logits of base 2; ..._at: where queries, start and length of the spans, and outputs lie."""
+def _attend_bounded(kind, flag, numbers, rows, temperature, scale, query_at, chosen_at, out_at):
+    """kind, flag: what queries, bounds and rows are, and what says which pages are there; numbers: see `_Step`; rows:
+    see `attend_prepared`; temperature, scale: what bounds are divided by, and the factor of logits of base 2; ..._at:
+    where queries, start and length of the spans, and outputs lie."""
     batch, heads, group, size, listed, slots, page, summed, each = numbers[:9]
     low_at, low_b, low_h, low_p, high_at, high_b, high_h, high_p, valid_at, valid_step = numbers[9:19]
-    key_at, key_b, key_h, key_n, value_at, value_b, value_h, value_n, rows = numbers[19:28]
-    sink_at, sealed_at, end_at, base, splits, products, scores_at, lse_at, tabled = numbers[28:37]
+    scores_at, lse_at, tabled = numbers[19:22]
     per = group if each else 1
-    lists, share = batch * heads * per, group // per
     score_pages(
         (kind, query_at, group, size, temperature), (kind, low_at, (low_b, low_h, low_p)),
         (kind, high_at, (high_b, high_h, high_p)), (flag, valid_at, valid_step, tabled != 0), (summed != 0, each != 0),
         (scores_at, (batch, heads, per, listed)),
     )  # fmt: skip
-    list_best_pages(scores_at, (lists, listed, slots), page, chosen_at)
-    blocks = np.empty((batch, 1), np.int32)
-    for b in range(batch):
-        blocks[b, 0] = b
-    attend_lists(
-        (kind, query_at, (lists, share, size), heads, scale), (kind, key_at, (key_b, key_h, key_n)),
-        (kind, value_at, (value_b, value_h, value_n)), (blocks, rows),
-        (chosen_at, chosen_at + 4 * lists * slots, np.empty((lists, 0), np.float32), slots, page),
-        (sink_at, sealed_at, end_at, base), splits, products, (out_at, lse_at),
-    )  # fmt: skip
+    list_best_pages(scores_at, (batch * heads * per, listed, slots), page, chosen_at)
+    attend_prepared(kind, rows, query_at, scale, chosen_at, (out_at, lse_at))
 
 
 class _Step:
@@ -65,23 +54,20 @@ class _Step:
         assert valid is not None
         (batch, heads, group, size), listed = query.shape, low.shape[2]
         each, summed = voted.group == "each", voted.group == "sum"
-        self.lists, share = (batch * heads * group, 1) if each else (batch * heads, group)
+        lists = batch * heads * group if each else batch * heads
         self.page, slots = page, min(count, listed)
-        self.chosen = 2, batch, self.lists // batch, slots
-        self.kind, scores, lse = KINDS[query.dtype], torch.empty(self.lists * listed), torch.empty(query.shape[:3])
+        self.chosen = 2, batch, lists // batch, slots
+        self.kind, scores, lse = KINDS[query.dtype], torch.empty(lists * listed), torch.empty(query.shape[:3])
         self.held = voted, keys, values, bounds, scores, lse  # addresses hold nothing
         self.numbers = np.array(
             [
                 batch, heads, group, size, listed, slots, page, summed, each,
                 low.data_ptr(), *low.stride()[:3], high.data_ptr(), *high.stride()[:3],
-                valid.data_ptr(), valid.stride(0),
-                keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3], keys.shape[2],
-                bounds.sink.data_ptr(), bounds.sealed.data_ptr(), bounds.rows.data_ptr(), bounds.base,
-                parts_of(self.lists, slots * page), products_for(share, query.dtype, size),
-                scores.data_ptr(), lse.data_ptr(), False,
+                valid.data_ptr(), valid.stride(0), scores.data_ptr(), lse.data_ptr(), False,
             ],
             np.int64,
         )  # fmt: skip
+        self.rows = np.array(prepared(query, keys, values, bounds, lists, slots, page), np.int64)
         self.factors = np.float32(voted.temperature), np.float32(scale) * LOG2E
         # Multiplications of the scores, of the attention to pages and sink, and of that to a recent row.
         self.scoring = 2 * size * listed * batch * heads * (1 if summed else group)
@@ -93,8 +79,9 @@ class _Step:
         with ONE_AT_A_TIME:
             use_threads(max(self.scoring, self.attending + self.row * recent))
             _attend_bounded(
-                self.kind, FLAGS, self.numbers, *self.factors, query.data_ptr(), chosen.data_ptr(), out.data_ptr()
-            )
+                self.kind, FLAGS, self.numbers, self.rows, *self.factors, query.data_ptr(), chosen.data_ptr(),
+                out.data_ptr(),
+            )  # fmt: skip
         start, length = chosen.unbind()
         return out, Selection(start, length, self.page, whole=True)
 

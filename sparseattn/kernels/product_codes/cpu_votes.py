@@ -118,15 +118,22 @@ def _ones(typing, bits):
 
 
 @njit
-def choose(votes, rows, count, wanted):
-    """Move the `wanted` rows of the largest votes that are not 0 to the front of the names at `rows`, int32, and return
-    how many there are. votes: float32, none below 0, of `count` rows, a multiple of 64. Both are addresses."""
+def least_of_best(votes, count, wanted):
+    """Return the bits, int32, of the `wanted`-th largest of `count` votes, and at least 1: the least number above 0;
+    see `choose`."""
     least = np.int32(0)
     for bit in range(30, -1, -1):
         higher = least | np.int32(1 << bit)
         if _count_from(votes, count, higher) >= wanted:
             least = higher
-    least = max(least, np.int32(1))
+    return max(least, np.int32(1))
+
+
+@njit
+def choose(votes, rows, count, wanted):
+    """Move the `wanted` rows of the largest votes that are not 0 to the front of the names at `rows`, int32, and return
+    how many there are. votes: float32, none below 0, of `count` rows, a multiple of 64. Both are addresses."""
+    least = least_of_best(votes, count, wanted)
     equal, taken, low = wanted - _count_from(votes, count, least + np.int32(1)), 0, (1 << LANES) - 1
     for n in range(0, count, LANES):
         marks = _compared(votes + 4 * n, least)

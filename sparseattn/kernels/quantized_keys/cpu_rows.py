@@ -98,12 +98,17 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
 
     query: `[B*H,G,padded]`, of which h is the head's; head: see `head_of`; form: channels, rows of a group, words of a
     row, and bits; places: `[n]`, where in a store that sequences share a group lies, negative: nowhere; validity is
-    then of any one group. `[0]`: the groups are the sequence's own; groups: first and last; page_unit: rows of a page,
-    and `unit`; out_of: flat, the place of the first query head's, and the step to the next. The logits of a page's rows
-    are kept for one group at a time.
+    then of any one group. `[0]`: the groups are the sequence's own; groups: first, last, and how many apart; page_unit:
+    rows of a page, and `unit`; out_of: flat, the place of the first query head's, and the step to the next. The logits
+    of a page's rows are kept for one group at a time.
     """
     (packed, packed_at, group_step), (low, low_at, low_step), (step, step_at, step_step), grid_of, known = head
-    (size, rows, words, bits), (first, last), (page, unit), (out, out_at, out_step) = form, groups, page_unit, out_of
+    (size, rows, words, bits), (first, last, apart), (page, unit), (out, out_at, out_step) = (
+        form,
+        groups,
+        page_unit,
+        out_of,
+    )
     valid, valid_at = known
     share, padded = query.shape[1:]
     wide = rounded_bytes(words, bits, padded)
@@ -113,18 +118,21 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
     queries, rounding = (flat, h * share * padded, share, padded), (size, bits, wide)
     paired = tiles & -2 if PAIRS else 0
     shared, alone = len(places) > 0, page == 1
-    lines_ahead = 0 if shared else LINES_AHEAD  # groups of a store lie anywhere
+    scattered = shared or apart > 1
+    lines_ahead = 0 if scattered else LINES_AHEAD  # groups of a store lie anywhere
     own = np.empty(1 if alone else SERVED * rows, np.float32)
     masses = np.empty(LANES, np.float32)
-    for group in range(first, last):
-        place, row, to = np.intp(group), valid_at + group * rows, out_at + (group - first) * pages
+    for group in range(first, last, apart):
+        place, row, to = np.intp(group), valid_at + group * rows, out_at + (group - first) // apart * pages
+        ahead = np.intp(-1)
+        if group + AHEAD * apart < last:
+            ahead = np.intp(places[group + AHEAD]) if shared else np.intp(group + AHEAD * apart)
+        if ahead >= 0 and scattered:
+            fetch(packed, packed_at + ahead * group_step, rows * 4 * words)
+            fetch(low, low_at + ahead * low_step, size)
+            fetch(step, step_at + ahead * step_step, size)
         if shared:
             place, row = np.intp(places[group]), valid_at
-            ahead = np.intp(places[group + AHEAD]) if group + AHEAD < last else np.intp(-1)
-            if ahead >= 0:
-                fetch(packed, packed_at + ahead * group_step, rows * 4 * words)
-                fetch(low, low_at + ahead * low_step, size)
-                fetch(step, step_at + ahead * step_step, size)
             if place < 0:
                 for g in range(share):
                     out[to + g * out_step : to + g * out_step + pages] = -np.inf
@@ -173,7 +181,7 @@ def _masses(query, keys, form, places, once, page_unit, out):
         keys_of = (packed, packed_steps), (low, low_steps), (step, step_steps), (grid, grid_step), (valid, valid_step)
         head = head_of(keys_of, b, h, which * grid_step)
         to = line, which * share * count + first * pages, count
-        score_part(query, which, head, form, places[b], (first, min(groups, first + once)), page_unit, to)
+        score_part(query, which, head, form, places[b], (first, min(groups, first + once), 1), page_unit, to)
 
 
 def stored_inputs(query: Tensor, keys: QuantizedKeys, rows: int, factor: float) -> Any:

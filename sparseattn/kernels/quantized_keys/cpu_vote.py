@@ -20,6 +20,7 @@ from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_thr
 from sparseattn.kernels.numba_vectors import (
     LANES,
 )
+from sparseattn.kernels.quantized_keys.cpu_choice import LikelyRows
 from sparseattn.kernels.quantized_keys.cpu_listed import logits_of_listed
 from sparseattn.kernels.quantized_keys.cpu_rows import (
     groups_and_rows,
@@ -40,14 +41,14 @@ from sparseattn.kernels.topk.cpu import best
 def _weigh(query, which, head, form, places, groups, pages_of, weights_of, sums):
     """Return the weights of a part, and of each query head the largest score and the sum of the weights.
 
-    query, head, form, places, groups: see `score_part`, `which` being the head's; pages_of: rows of a page, and how
-    many pages a part has room for; weights_of: flat, the place of the first query head's, and the step to the next;
-    sums: `peak` and `total` `[G]`, which are written.
+    query, head, form, places: see `score_part`, `which` being the head's; groups: first and last; pages_of: rows of a
+    page, and how many pages a part has room for; weights_of: flat, the place of the first query head's, and the step to
+    the next; sums: `peak` and `total` `[G]`, which are written.
     """
     (page, each), (room, to, wide), (peak, total) = pages_of, weights_of, sums
     share = query.shape[1]
     scores = np.empty(share * each, np.float32)
-    score_part(query, which, head, form, places, groups, (page, np.float32(1)), (scores, 0, each))
+    score_part(query, which, head, form, places, (*groups, 1), (page, np.float32(1)), (scores, 0, each))
     pages = (groups[1] - groups[0]) * form[1] // page
     count = (pages + LANES - 1) & -LANES
     for g in range(share):
@@ -154,7 +155,16 @@ def voted_scores(query: Tensor, keys: QuantizedKeys, page: int, table: Tensor | 
 
 
 def best_by_vote(query: Tensor, keys: QuantizedKeys, count: int) -> Tensor:
-    """Return what `dispatch.best` does by "softmax"; of votes, a thread keeps those of one KV head."""
+    """Return what `dispatch.best` does by "softmax" of single rows."""
+    if LikelyRows.serves(keys, count):
+        ids = LikelyRows(query, keys, count)(query)
+        if ids is not None:
+            return ids
+    return best_of_all(query, keys, count)
+
+
+def best_of_all(query: Tensor, keys: QuantizedKeys, count: int) -> Tensor:
+    """Return what `best_by_vote` does by the votes of all rows; of these a thread keeps those of one KV head."""
     return _vote(query, keys, 1, count)[1]
 
 

@@ -4,7 +4,7 @@ May use `core` and `kernels`.
 """
 
 from sparseattn.selectors.abilities.biases import Biases
-from sparseattn.selectors.abilities.chooses_by_bounds import ChoosesByBounds
+from sparseattn.selectors.abilities.chooses_at_once import ChoosesAtOnce
 from sparseattn.selectors.abilities.compares_heads import ComparesHeads
 from sparseattn.selectors.abilities.estimates_mass import EstimatesMass
 from sparseattn.selectors.abilities.evicts import Evicts
@@ -25,7 +25,7 @@ from sparseattn.selectors.abilities.weighs_unsealed import WeighsUnsealed
 
 __all__ = [
     "Biases",
-    "ChoosesByBounds",
+    "ChoosesAtOnce",
     "ComparesHeads",
     "EstimatesMass",
     "Evicts",

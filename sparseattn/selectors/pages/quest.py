@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores, page_scores_at
-from sparseattn.selectors.abilities import ChoosesByBounds
+from sparseattn.selectors.abilities import ChoosesAtOnce
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import Entries, PageSelector
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_finite, check_no_order, check_tensors
@@ -21,7 +21,7 @@ TINY = 1e-30  # least step, of a channel that is zero
 FULL = 1 / 126.5  # of a channel's largest number, its step: rounded up that is 127 on every device
 
 
-class Quest(ChoosesByBounds, PageSelector):
+class Quest(ChoosesAtOnce, PageSelector):
     """Reads the pages with the highest upper bound `sum_i max(q_i M_i, q_i m_i)`, m and M the page's key bounds.
 
     Args:
@@ -124,7 +124,7 @@ class Quest(ChoosesByBounds, PageSelector):
         super()._forget_views()
         self._voted = None
 
-    def voted_bounds(self, valid: Tensor, size: int) -> VotedBounds | None:
+    def chosen_by(self, valid: Tensor, size: int) -> VotedBounds | None:
         if self.int8 or self.group == "softmax" or self.fixed_for_cache or not _chooses_by_bounds(type(self)):
             return None
         entries, real = self._entries_of(valid)

@@ -17,7 +17,7 @@ from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import level_grid, packing
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.topk.dispatch import best_rows
-from sparseattn.selectors.abilities import RanksListed
+from sparseattn.selectors.abilities import ChoosesAtOnce, RanksListed
 from sparseattn.selectors.base import Selector, StepContext, vote
 from sparseattn.selectors.checks import half
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -25,7 +25,7 @@ from sparseattn.selectors.pages.base import Entries, PageSelector
 BITS = (1, 2, 4)
 
 
-class LowBit(RanksListed, PageSelector):
+class LowBit(ChoosesAtOnce, RanksListed, PageSelector):
     """Reads the rows whose keys, rounded to a few bits a channel, have the largest product with the query.
 
     Args:
@@ -55,6 +55,7 @@ class LowBit(RanksListed, PageSelector):
     codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.quantized_keys.packing`
     low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
     step: RowBuffer
+    _coded: QuantizedKeys | None = None  # every row, as `chosen_by` said last
 
     def __init__(self, bits: int = 2, rows: int = 64, page: int = 1, group: str = "softmax", scales: int = 16) -> None:
         if bits not in BITS:
@@ -193,6 +194,18 @@ class LowBit(RanksListed, PageSelector):
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         ids = quantized_keys.best(query, self.index(step.valid), self.group, budget // self.page, self.page)
         return Selection.pages(ids, self.page)
+
+    def chosen_by(self, valid: Tensor, size: int) -> QuantizedKeys | None:
+        own = all(getattr(type(self), name) is getattr(LowBit, name) for name in ("select", "index", "_index"))
+        if self.page > 1 or self.group != "softmax" or self.fixed_for_cache or not own:
+            return None
+        if self._coded is None or self._coded.valid is not valid:
+            self._coded = self.index(valid)
+        return self._coded
+
+    def _forget_views(self) -> None:
+        super()._forget_views()
+        self._coded = None
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
         logits = self.page_logits(self.scaled(query), self._entries(), step.valid)

@@ -1,0 +1,73 @@
+"""Rows ranked by keys of few bits, chosen and attended to in one compiled call."""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseattn.core.selection import Bounds, Selection
+from sparseattn.kernels.attend.cpu_prepared import attend_prepared, prepared
+from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_rows import LOG2E, array_at
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.quantized_keys.cpu_choice import LikelyRows, best_of_likely
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+
+
+@entry(cache=True, nogil=True)
+def _attend_coded(kinds, numbers, rows, factor, scale, query_at, arenas_at, chosen_at, outs):
+    """kinds, numbers, factor, query_at, arenas_at, chosen_at: see `best_of_likely`; rows, scale, outs: see
+    `attend_prepared`. Return whether the rows that it attended to are surely the best."""
+    best_of_likely(kinds, numbers, factor, query_at, arenas_at, chosen_at)
+    lists, slots = numbers[0], numbers[13]
+    known = array_at(np.int32, chosen_at + 8 * lists * slots, lists)
+    for which in range(lists):
+        if not known[which]:
+            return False
+    attend_prepared(kinds[0], rows, query_at, scale, chosen_at, outs)
+    return True
+
+
+class _Step:
+    """What steps have in common: numbers for compiled code, and room for sums that nobody asks for."""
+
+    def __init__(
+        self, query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds,
+        scale: float,
+    ) -> None:  # fmt: skip
+        self.likely = LikelyRows(query, coded, count) if LikelyRows.serves(coded, count) else None
+        (batch, heads, group, size), lse = query.shape, torch.empty(query.shape[:3])
+        self.chosen = 2, batch, heads, count
+        self.held = keys, values, bounds, lse  # addresses hold nothing
+        self.rows = np.array(prepared(query, keys, values, bounds, batch * heads, count, 1), np.int64)
+        self.scale, self.lse_at = np.float32(scale) * LOG2E, lse.data_ptr()
+        self.row = 2 * size * batch * heads * group
+        self.attending = self.row * (count + bounds.base)
+
+    def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Selection] | None:
+        likely = self.likely
+        if likely is None:
+            return None
+        query, out = query.contiguous(), torch.empty_like(query)
+        chosen = torch.empty(likely.lists * (2 * likely.count + 1), dtype=torch.int32)
+        with ONE_AT_A_TIME:
+            use_threads(max(likely.work, self.attending + self.row * recent))
+            known = _attend_coded(
+                likely.kinds, likely.numbers, self.rows, likely.factor, self.scale, query.data_ptr(),
+                likely.arenas_at, chosen.data_ptr(), (out.data_ptr(), self.lse_at),
+            )  # fmt: skip
+        if not known:
+            return None
+        start, length = chosen[: 2 * likely.lists * likely.count].view(self.chosen).unbind()
+        return out, Selection(start, length, 1, whole=True)
+
+
+def coded_step(
+    query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds, scale: float
+) -> _Step:
+    """As `dispatch.coded_step`."""
+    return _Step(query, coded, count, keys, values, bounds, scale)

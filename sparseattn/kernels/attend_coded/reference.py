@@ -1,0 +1,24 @@
+"""One after the other in torch, which is the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sparseattn.core.selection import Bounds, Selection
+from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.kernels.quantized_keys.dispatch import best
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+
+
+def coded_step(
+    query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds, scale: float
+) -> Callable[[Tensor, int], tuple[Tensor, Selection] | None]:
+    """As `dispatch.coded_step`."""
+
+    def step(query: Tensor, recent: int) -> tuple[Tensor, Selection]:
+        selection = Selection.pages(best(query, coded, "softmax", count, impl="torch"), 1)
+        return attend(query, keys, values, selection, bounds, scale=scale, impl="gather")[0], selection
+
+    return step
