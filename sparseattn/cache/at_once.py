@@ -33,6 +33,14 @@ class StepAtOnce:
         self._of: tuple[object, ...] = (None, None, None, None)  # what chooses, keys, values and zones that it is of
         self._asked: tuple[object, ...] = ()
 
+    def __getstate__(self) -> tuple[ChoosesAtOnce, StoredRows]:
+        """Leave out what was looked up: a copy looks up where its own rows lie."""
+        return self.selector, self.stored
+
+    def __setstate__(self, state: tuple[ChoosesAtOnce, StoredRows]) -> None:
+        self.selector, self.stored = state
+        self.let_go()
+
     @classmethod
     def of(cls, selector: Selector, stored: StoredRows) -> StepAtOnce | None:
         """Return that of a selector which has the ability by itself, not in a part; None for others."""
@@ -72,6 +80,8 @@ class StepAtOnce:
                 if not _compiled(query, impl, ATTEND_CODED):
                     return None
                 self._step = coded_step(query, chosen_by, count, keys, values, bounds, scale=factor)
+                if self._step is None:
+                    return None
             self._of, self._asked = (chosen_by, keys, values, bounds), asked
         recent = zones.count[0] - zones.sealed[0] if len(zones.count) == 1 else max(stored.near_counts)
         return self._step(query, recent)

@@ -156,7 +156,7 @@ class Search:
 
     def decoded(self, query: Tensor, rows: int, scale: float | None, impl: str | None) -> Tensor | None:
         """Choose and attend at once, and keep the selection as `choose` does; None where that takes two calls: most
-        methods choose by other things than bounds, and what the last step chose may be asked for again."""
+        methods choose by other things than bounds or codes, and what the last step chose may be asked for again."""
         if self._at_once is None or self.keep_choice:
             return None
         if (found := self._at_once(query, rows, scale, impl)) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 
@@ -31,6 +32,13 @@ def use_threads(work: float = math.inf, alone: int = ALONE) -> int:
             torch.set_num_threads(of_torch)
         LET.threads = threads
     return threads
+
+
+@functools.lru_cache(maxsize=4)
+def scratch(size: int) -> torch.Tensor:
+    """Return so many bytes for threads to work in: kept, as pages that are new to a process take as long to get as the
+    work on them; used under `ONE_AT_A_TIME`."""
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def parts() -> int:

@@ -70,7 +70,7 @@ def series(builder, x, numbers):
 
 
 def powers(builder, x):
-    """2 to each x <= 0; below 2^-126 that."""
+    """2 to each x up to 127; below 2^-126, and for NaN, that."""
     x = larger(builder, x, every(FLOATS, -126.0))
     moved = builder.fadd(x, every(FLOATS, MAGIC))
     f = builder.fsub(x, builder.fsub(moved, every(FLOATS, MAGIC)))

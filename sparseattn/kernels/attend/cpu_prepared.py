@@ -15,6 +15,7 @@ from sparseattn.core.selection import Bounds
 from sparseattn.kernels.attend.cpu import attend_lists, parts_of
 from sparseattn.kernels.attend.cpu_many import products_for
 from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_rows import rows_at
 
 
 def prepared(
@@ -29,12 +30,15 @@ def prepared(
         lists: of spans, B*H or B*H*G.
         slots: spans of a list.
         span: rows of one at most.
+
+    Raises:
+        ValueError: keys or values whose elements of one row are not adjacent.
     """
     batch, heads, group, size = query.shape
     share = batch * heads * group // lists
+    (_, key_at, key_steps), (_, value_at, value_steps) = rows_at(keys), rows_at(values)
     return (
-        batch, heads, share, size, lists, slots, span,
-        keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3], keys.shape[2],
+        batch, heads, share, size, lists, slots, span, key_at, *key_steps, value_at, *value_steps, keys.shape[2],
         bounds.sink.data_ptr(), bounds.sealed.data_ptr(), bounds.rows.data_ptr(), bounds.base,
         parts_of(lists, slots * span), products_for(share, query.dtype, size),
     )  # fmt: skip

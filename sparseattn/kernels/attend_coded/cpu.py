@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
+from sparseattn.kernels.attend.cpu import attend
 from sparseattn.kernels.attend.cpu_prepared import attend_prepared, prepared
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, array_at
-from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, scratch, use_threads
 from sparseattn.kernels.quantized_keys.cpu_choice import LikelyRows, best_of_likely
+from sparseattn.kernels.quantized_keys.cpu_vote import best_of_all
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
 
@@ -39,35 +41,35 @@ class _Step:
         self, query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds,
         scale: float,
     ) -> None:  # fmt: skip
-        self.likely = LikelyRows(query, coded, count) if LikelyRows.serves(coded, count) else None
+        self.likely, self.coded = LikelyRows(query, coded, count), coded
         (batch, heads, group, size), lse = query.shape, torch.empty(query.shape[:3])
         self.chosen = 2, batch, heads, count
-        self.held = keys, values, bounds, lse  # addresses hold nothing
+        self.keys, self.values, self.bounds, self.lse, self.factor = keys, values, bounds, lse, scale
         self.rows = np.array(prepared(query, keys, values, bounds, batch * heads, count, 1), np.int64)
         self.scale, self.lse_at = np.float32(scale) * LOG2E, lse.data_ptr()
         self.row = 2 * size * batch * heads * group
         self.attending = self.row * (count + bounds.base)
 
-    def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Selection] | None:
-        likely = self.likely
-        if likely is None:
-            return None
-        query, out = query.contiguous(), torch.empty_like(query)
-        chosen = torch.empty(likely.lists * (2 * likely.count + 1), dtype=torch.int32)
+    def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Selection]:
+        likely, query = self.likely, query.contiguous()
+        chosen, out = torch.empty(likely.lists * (2 * likely.count + 1), dtype=torch.int32), torch.empty_like(query)
         with ONE_AT_A_TIME:
             use_threads(max(likely.work, self.attending + self.row * recent))
             known = _attend_coded(
                 likely.kinds, likely.numbers, self.rows, likely.factor, self.scale, query.data_ptr(),
-                likely.arenas_at, chosen.data_ptr(), (out.data_ptr(), self.lse_at),
+                scratch(likely.arenas).data_ptr(), chosen.data_ptr(), (out.data_ptr(), self.lse_at),
             )  # fmt: skip
-        if not known:
-            return None
+        if not known:  # where the votes of all rows choose
+            selection = Selection.pages(best_of_all(query, self.coded, likely.count), 1)
+            return attend(query, self.keys, self.values, selection, self.bounds, self.factor)[0], selection
         start, length = chosen[: 2 * likely.lists * likely.count].view(self.chosen).unbind()
         return out, Selection(start, length, 1, whole=True)
 
 
 def coded_step(
     query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds, scale: float
-) -> _Step:
+) -> _Step | None:
     """As `dispatch.coded_step`."""
+    if not LikelyRows.serves(coded, count):
+        return None
     return _Step(query, coded, count, keys, values, bounds, scale)

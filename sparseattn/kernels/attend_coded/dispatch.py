@@ -12,7 +12,7 @@ from sparseattn.kernels.implementations import Operation
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
 ATTEND_CODED = Operation(__package__, "torch", "numba")
-CodedStep: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Selection] | None]  # see `coded_step`
+CodedStep: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Selection]]  # see `coded_step`
 
 
 def coded_step(
@@ -25,7 +25,7 @@ def coded_step(
     *,
     scale: float,
     impl: str | None = None,
-) -> CodedStep:
+) -> CodedStep | None:
     """Return a function that chooses rows as `quantized_keys.best` does by "softmax", and attends to them, sink and
     recent rows as `attend` does. What is the same at every step until rows are sealed is looked up once.
 
@@ -40,9 +40,9 @@ def coded_step(
 
     Returns:
         a function of a query `[B,H,G,D]`, after RoPE, and of how many recent rows a sequence has at most, which returns
-        `[B,H,G,D]` in the query's dtype and the selection; None at a step that takes two calls, as where nearly all
-        rows weigh next to nothing. For one thread at a time.
+        `[B,H,G,D]` in the query's dtype and the selection. For one thread at a time. None where more than half of the
+        rows are chosen, for which compiled code takes two calls.
     """
     kernel = ATTEND_CODED.pick(impl, query.device, query.dtype)
-    step: CodedStep = kernel.coded_step(query, coded, count, keys, values, bounds, scale)
+    step: CodedStep | None = kernel.coded_step(query, coded, count, keys, values, bounds, scale)
     return step

@@ -14,7 +14,7 @@ from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
 def coded_step(
     query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds, scale: float
-) -> Callable[[Tensor, int], tuple[Tensor, Selection] | None]:
+) -> Callable[[Tensor, int], tuple[Tensor, Selection]]:
     """As `dispatch.coded_step`."""
 
     def step(query: Tensor, recent: int) -> tuple[Tensor, Selection]:

@@ -8,7 +8,6 @@ A KV head is one thread's work, of all of its query heads (`cpu_choice`).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, read, storage_of
-from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, scratch, use_threads
 from sparseattn.kernels.product_codes.codes import BLOCK, MORE, MOST, ProductCodes, Tables, blocks_apart
 from sparseattn.kernels.product_codes.cpu_choice import choose_rows, pack, room, words_needed
 from sparseattn.kernels.product_codes.cpu_lists import TILE
@@ -147,13 +146,6 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     return out
 
 
-@functools.lru_cache(maxsize=2)
-def _scratch(size: int) -> Tensor:
-    """Return what threads work in: kept, as pages that are new to a process take as long to get as the work on them;
-    used under `ONE_AT_A_TIME`."""
-    return torch.empty(size, dtype=torch.uint8)
-
-
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
     query, codes, valid = tables.query.contiguous(), keys.codes, keys.valid
@@ -177,11 +169,11 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor
     arena = -(-room(share, width, keys.bits, sampled, most)[-1] // 4096) * 4096
     with ONE_AT_A_TIME:
         workers = max(1, min(use_threads(lists * (share * subspaces * rows / 16 + CANDIDATE * more)), lists))
-        scratch = _scratch(workers * arena)
+        room_there = scratch(workers * arena)
         _best(
             (*address_of(query), np.float32(tables.temperature)), address_of(turn), address_of(centroids),
             (share, subspaces, entries, size), (codes.data_ptr(), *codes.stride()[:3], width, keys.bits),
             (valid.data_ptr(), valid.stride(0)), (lists, heads, rows, apart, more, out.shape[3], most),
-            (scratch.data_ptr(), arena, workers), out.data_ptr(),
+            (room_there.data_ptr(), arena, workers), out.data_ptr(),
         )  # fmt: skip
     return out[0], out[1]

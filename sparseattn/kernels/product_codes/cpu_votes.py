@@ -117,6 +117,16 @@ def _ones(typing, bits):
     return place(types.uint64), code
 
 
+@intrinsic
+def vote_of(typing, bits):
+    """Return the float32 of which these are the bits, int32."""
+
+    def code(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], FLOAT)
+
+    return types.float32(types.int32), code
+
+
 @njit
 def least_of_best(votes, count, wanted):
     """Return the bits, int32, of the `wanted`-th largest of `count` votes, and at least 1: the least number above 0;
@@ -126,7 +136,7 @@ def least_of_best(votes, count, wanted):
         higher = least | np.int32(1 << bit)
         if _count_from(votes, count, higher) >= wanted:
             least = higher
-    return max(least, np.int32(1))
+    return np.int32(max(least, np.int32(1)))
 
 
 @njit

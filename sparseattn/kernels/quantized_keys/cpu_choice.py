@@ -2,7 +2,8 @@
 
 A sample of the groups tells about what the weights of each query head come to, and about what vote the last of the best
 rows has. One pass weighs every row and lists those that may have as much. What the weights of all rows come to says
-then whether a row that was not listed could be among the best. If so, a second pass, which knows that, lists again.
+then whether a row that was not listed could be among the best. If so, a second pass, which knows that, lists
+again; it is one thread's work for a list.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
@@ -21,12 +22,12 @@ from torch import Tensor
 from sparseattn.kernels.group_vote.cpu_vectors import highest, weights
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import KINDS, LOG2E, array_at, read
-from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.numba_rows import KINDS, LOG2E, array_at, read, rows_at
+from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, scratch, use_threads
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORD, WORDS, every, splat
 from sparseattn.kernels.product_codes.cpu_lists import keep_rows
 from sparseattn.kernels.product_codes.cpu_registers import load, store
-from sparseattn.kernels.product_codes.cpu_votes import choose, least_of_best, mixed
+from sparseattn.kernels.product_codes.cpu_votes import choose, least_of_best, mixed, vote_of
 from sparseattn.kernels.quantized_keys.cpu_rows import (
     groups_of_a_part,
     head_of,
@@ -123,11 +124,19 @@ def _sample(query, which, head, form, groups, apart, wanted, shift):
         if not total < np.inf:
             return np.float32(0)
         shift[g], factors[g] = top + np.log2(total), 1 / total
-    votes = scores.ctypes.data
-    mixed(votes, 4 * wide, share, factors.ctypes.data, wide, votes)
     expected = wanted * MORE / scale
-    least = least_of_best(votes, wide, min(int(np.ceil(expected + np.sqrt(expected))), count))
-    return array_at(np.float32, np.array([least]).ctypes.data, 1)[0]
+    return _sampled_vote(scores, wide, factors, min(int(np.ceil(expected + np.sqrt(expected))), count))
+
+
+@njit
+def _sampled_vote(weighed, wide, factors, wanted):
+    """Return the `wanted`-th largest vote of rows with these weights `[G,wide]`, which are lost.
+
+    Arrays whose addresses are read must be arguments: numba frees one behind the last line that names it.
+    """
+    votes = weighed.ctypes.data
+    mixed(votes, 4 * wide, len(factors), factors.ctypes.data, wide, votes)
+    return vote_of(least_of_best(votes, wide, wanted))
 
 
 @njit
@@ -153,11 +162,12 @@ def _weigh(query, which, head, form, parts_of, shift, least, sums, kept, room, m
             if not highest(scores, g * each, count) - shift[g] <= ABOVE:
                 return -1
             sums[part, g] = weights(scores, g * each, count, shift[g], scores, g * each)
-        if listed >= 0:
-            listed = _list(
-                scores.ctypes.data, 4 * each, share, count, first * form[1], least, kept, room, most, rows, listed,
-                names.ctypes.data,
-            )  # fmt: skip
+        listed = _list(
+            scores.ctypes.data, 4 * each, share, count, first * form[1], least, kept, room, most, rows, listed,
+            names.ctypes.data,
+        )  # fmt: skip
+        if listed < 0:
+            return listed
     return listed
 
 
@@ -247,7 +257,7 @@ def _choose(query, which, head, form, parts_of, shift, least, sums, listed, most
     if total < wanted or not _factors(sums, factors):
         return 0
     wide = _votes(kept, room, share, total, factors, votes)
-    last = array_at(np.float32, np.array([least_of_best(votes, wide, wanted)]).ctypes.data, 1)[0]
+    last = vote_of(least_of_best(votes, wide, wanted))
     passes = 1
     if not last >= least * factors.max():
         for g in range(share):
@@ -298,7 +308,7 @@ def _close_up(listed, most, share, kept, rows):
 
 
 class LikelyRows:
-    """What steps have in common, looked up once, with room to work in. For one thread at a time.
+    """What steps have in common, looked up once.
 
     Args:
         query: `[B,H,G,D]`, one such as is given at each step.
@@ -318,16 +328,17 @@ class LikelyRows:
         most = min(-(-parts // stretches) * once * rows, 6 * count + 4096) // BLOCK * BLOCK + BLOCK
         valid = valid if valid.stride(-1) == 1 else valid.contiguous()
         grid = query.new_empty(0, dtype=torch.float32) if grid is None else grid.contiguous()
-        room = torch.empty(self.lists * arena_of_list(share, stretches, most), dtype=torch.int32)
-        self.held, self.arenas_at = (keys, valid, grid, room), room.data_ptr()  # addresses hold nothing
-        self.kinds = KINDS[query.dtype], KINDS[keys.low.dtype], KINDS[keys.step.dtype], KINDS[torch.float32]
+        self.arenas = 4 * self.lists * arena_of_list(share, stretches, most)
+        self.held = keys, valid, grid  # addresses hold nothing
+        stored_at = rows_at(keys.codes), rows_at(keys.low), rows_at(keys.step)
+        self.kinds = KINDS[query.dtype], stored_at[1][0], stored_at[2][0], KINDS[torch.float32]
         self.factor = np.float32(LOG2E * np.float32(size**-0.5))
         self.numbers = np.array(
             [
                 self.lists, heads, share, size, -(-size // LANES) * LANES, groups, rows,
                 keys.codes.shape[3] // (4 * rows), keys.bits, once, parts, stretches, most, count,
-                keys.codes.data_ptr(), *keys.codes.stride()[:3], keys.low.data_ptr(), *keys.low.stride()[:3],
-                keys.step.data_ptr(), *keys.step.stride()[:3], grid.data_ptr(), NUMBERS * size if grid.numel() else 0,
+                *(number for _, at, steps in stored_at for number in (at, *steps)), grid.data_ptr(),
+                NUMBERS * size if grid.numel() else 0,
                 valid.data_ptr(), valid.stride(0), min(max(MORE * count // EXPECTED, LEAST_APART), MOST_APART),
             ],
             np.int64,
@@ -342,11 +353,12 @@ class LikelyRows:
 
     def __call__(self, query: Tensor) -> Tensor | None:
         """Return what `dispatch.best` does by "softmax" of single rows; None where rows that were not seen may be among
-        them, as where nearly all rows weigh next to nothing, or some are no numbers."""
+        them, as where nearly all rows weigh next to nothing, or one far more than the sample lets expect."""
         query, out = query.contiguous(), torch.empty(self.lists * (2 * self.count + 1), dtype=torch.int32)
         with ONE_AT_A_TIME:
             use_threads(self.work)
-            best_of_likely(self.kinds, self.numbers, self.factor, query.data_ptr(), self.arenas_at, out.data_ptr())
+            arenas_at = scratch(self.arenas).data_ptr()
+            best_of_likely(self.kinds, self.numbers, self.factor, query.data_ptr(), arenas_at, out.data_ptr())
         self.passes = out[2 * self.lists * self.count :]
         if not self.passes.all():
             return None

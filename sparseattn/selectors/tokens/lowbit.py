@@ -168,6 +168,7 @@ class LowBit(ChoosesAtOnce, RanksListed, PageSelector):
         return self.codes.rows * self.rows
 
     def extend(self, keys: Tensor) -> None:
+        self._forget_views()
         for name, part in self.entries(keys).items():
             getattr(self, name).append(part)
 
@@ -188,6 +189,7 @@ class LowBit(ChoosesAtOnce, RanksListed, PageSelector):
         return (Launch("listed", flops=2.0 * query.shape[:3].numel() * rows * size, entries=work),)
 
     def forget(self, first: int) -> None:
+        self._forget_views()
         for buffer in (self.codes, self.low, self.step):
             buffer.resize(first // self.rows)
 
