@@ -155,7 +155,6 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
             getattr(self, name).fix(rows // self.unit)
 
     def append(self, rows: Rows) -> None:
-        self._forget_views()
         for name, part in self._checked_entries(rows.keys).items():
             getattr(self, name).append(part)
 

@@ -18,7 +18,7 @@ from sparseattn.kernels.quantized_keys import level_grid, packing
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.abilities import ChoosesAtOnce, RanksListed
-from sparseattn.selectors.base import Selector, StepContext, vote
+from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import half
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
@@ -167,8 +167,12 @@ class LowBit(ChoosesAtOnce, RanksListed, PageSelector):
     def stored_rows(self) -> int:
         return self.codes.rows * self.rows
 
+    def append(self, rows: Rows) -> None:
+        self._coded = None  # storage may be replaced
+        super().append(rows)
+
     def extend(self, keys: Tensor) -> None:
-        self._forget_views()
+        self._coded = None
         for name, part in self.entries(keys).items():
             getattr(self, name).append(part)
 
@@ -189,7 +193,7 @@ class LowBit(ChoosesAtOnce, RanksListed, PageSelector):
         return (Launch("listed", flops=2.0 * query.shape[:3].numel() * rows * size, entries=work),)
 
     def forget(self, first: int) -> None:
-        self._forget_views()
+        self._coded = None
         for buffer in (self.codes, self.low, self.step):
             buffer.resize(first // self.rows)
 
