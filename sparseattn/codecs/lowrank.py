@@ -36,8 +36,8 @@ class LowRank(RowCodec):
         keys = rows.unroped if self.rope else rows.keys.float()
         directions = rows.once.get("directions")  # [B,H,1,D,r]
         if directions is None:
-            inner = keys.masked_fill(~rows.real[..., None], 0.0)
-            leading = torch.linalg.eigh((inner.mT @ inner).double()).eigenvectors.flip(-1)[..., : self.rank]
+            inner = keys.double().masked_fill(~rows.real[..., None], 0.0)  # whose sums padding must not change
+            leading = torch.linalg.eigh(inner.mT @ inner).eigenvectors.flip(-1)[..., : self.rank]
             directions = leading[:, :, None].to(rows.half)
         turned = keys @ directions[:, :, 0].float()
         return {"directions": directions, "keys": turned.to(rows.half), "values": rows.values.to(rows.half)}
