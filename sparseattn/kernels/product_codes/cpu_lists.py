@@ -194,12 +194,21 @@ def keep_rows(typing, rows, marks, to):
             lanes = builder.bitcast(builder.trunc(marks_, ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
             store(builder, _moved_together(builder, "v16i32", load(builder, rows_, WORDS), lanes), to_)
             return builder.ctpop(builder.zext(builder.trunc(marks_, ir.IntType(LANES)), LONG))
-        done = long(0)
-        for lane in range(LANES):
-            row = load(builder, moved(builder, rows_, 4 * lane), WORD)
-            store(builder, row, builder.add(to_, builder.shl(done, long(2))))
-            bit = builder.and_(builder.lshr(marks_, long(lane)), long(1))
-            done = builder.add(done, bit)
-        return done
+        left = cgutils.alloca_once_value(builder, builder.and_(marks_, long((1 << LANES) - 1)))
+        done = cgutils.alloca_once_value(builder, long(0))
+        loop, body, end = (builder.append_basic_block(name) for name in ("rows", "rows.body", "rows.end"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        bits = builder.load(left)
+        builder.cbranch(builder.icmp_unsigned("!=", bits, long(0)), body, end)
+        builder.position_at_end(body)
+        lane, at = builder.cttz(bits, ir.Constant(ir.IntType(1), 1)), builder.load(done)
+        row = load(builder, builder.add(rows_, builder.shl(lane, long(2))), WORD)
+        store(builder, row, builder.add(to_, builder.shl(at, long(2))))
+        builder.store(builder.and_(bits, builder.sub(bits, long(1))), left)
+        builder.store(builder.add(at, long(1)), done)
+        builder.branch(loop)
+        builder.position_at_end(end)
+        return builder.load(done)
 
     return place(place, types.uint64, place), code

@@ -28,12 +28,7 @@ from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORD, WORDS, every, 
 from sparseattn.kernels.product_codes.cpu_lists import keep_rows
 from sparseattn.kernels.product_codes.cpu_registers import load, store
 from sparseattn.kernels.product_codes.cpu_votes import choose, least_of_best, mixed, vote_of
-from sparseattn.kernels.quantized_keys.cpu_rows import (
-    groups_of_a_part,
-    head_of,
-    score_part,
-    work_of,
-)
+from sparseattn.kernels.quantized_keys.cpu_rows import groups_of_a_part, head_of, score_part, work_of
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.quantized_keys.level_grid import NUMBERS
 

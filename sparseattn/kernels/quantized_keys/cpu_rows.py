@@ -103,12 +103,8 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
     of a page's rows are kept for one group at a time.
     """
     (packed, packed_at, group_step), (low, low_at, low_step), (step, step_at, step_step), grid_of, known = head
-    (size, rows, words, bits), (first, last, apart), (page, unit), (out, out_at, out_step) = (
-        form,
-        groups,
-        page_unit,
-        out_of,
-    )
+    (size, rows, words, bits), (first, last, apart), (page, unit) = form, groups, page_unit
+    out, out_at, out_step = out_of
     valid, valid_at = known
     share, padded = query.shape[1:]
     wide = rounded_bytes(words, bits, padded)
@@ -119,7 +115,7 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
     paired = tiles & -2 if PAIRS else 0
     shared, alone = len(places) > 0, page == 1
     scattered = shared or apart > 1
-    lines_ahead = 0 if scattered else LINES_AHEAD  # groups of a store lie anywhere
+    lines_ahead = 0 if scattered else LINES_AHEAD  # groups of a store lie anywhere, of a sample apart
     own = np.empty(1 if alone else SERVED * rows, np.float32)
     masses = np.empty(LANES, np.float32)
     for group in range(first, last, apart):
