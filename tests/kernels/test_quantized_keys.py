@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -471,7 +472,7 @@ def test_other_instructions_do_the_same(name: str, features: str, expected: str)
     if cpu_products.instructions() not in ("vnni", "avx2"):
         pytest.skip("needs a processor with AVX2")
     flags = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "KERNEL_LOWBIT": expected}
-    here = [f"{__file__}::{test}" for test in INNER]
+    here = [*(f"{__file__}::{test}" for test in INNER), str(Path(__file__).with_name("test_likely_rows.py"))]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", *here],
         env=os.environ | flags,

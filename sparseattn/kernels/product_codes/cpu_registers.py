@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
+import numba
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 
 from sparseattn.kernels.numba_vectors import BYTE, WORD, call, every
 
-FEATURES = llvm.get_host_cpu_features()
+# What numba compiles for: `NUMBA_CPU_FEATURES`, or the machine's.
+FEATURES = set((numba.config.CPU_FEATURES or get_host_cpu_features()).split(","))
 # Bytes of a register whose shuffle looks up bytes; 0: there is none.
-SHUFFLES = 64 if FEATURES.get("avx512bw") else 32 if FEATURES.get("avx2") else 0
+SHUFFLES = 64 if "+avx512bw" in FEATURES else 32 if "+avx2" in FEATURES else 0
 WIDTH = SHUFFLES or 32
 # Whether bytes, and numbers of 32 bits, that a mask names move together in one instruction.
-COMPRESSES = bool(FEATURES.get("avx512vbmi2")) and SHUFFLES == 64
+COMPRESSES = "+avx512vbmi2" in FEATURES and SHUFFLES == 64
 SHUFFLE = {64: "llvm.x86.avx512.pshuf.b.512", 32: "llvm.x86.avx2.pshuf.b"}
 BIT, SHORT, LONG = ir.IntType(1), ir.IntType(16), ir.IntType(64)
 BYTES, SHORTS, TABLE = ir.VectorType(BYTE, WIDTH), ir.VectorType(SHORT, WIDTH // 2), ir.VectorType(BYTE, 16)
