@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparseattn.codecs.base import ONCE, ROW, Kept, NewRows, RowCodec
-from sparseattn.kernels import codebooks
 from sparseattn.kernels.attend_quantized.reference import packed, unpacked, width
+from sparseattn.kernels.nearest_codes import dispatch as nearest_codes
 from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
 
 SAMPLE = 1 << 14  # most rows of a head that centroids are learnt from, evenly over the prompt
@@ -70,11 +70,11 @@ class IVFADC(RowCodec):
         centroids, books = rows.once.get(f"{side}_centroids"), rows.once.get(f"{side}_books")
         if centroids is None:
             centroids = _learnt(part, rows.real, 1, self.lists.bit_length() - 1, self.seed).to(rows.half)
-        own = codebooks.nearest(part, centroids[:, :, 0])  # [B,H,n,1]
+        own = nearest_codes.names(part, centroids[:, :, 0]).mT  # [B,H,n,1]
         left = part - _taken(centroids[:, :, 0, 0], own[..., 0])
         if books is None:
             books = _learnt(left, rows.real, part.shape[3] // self.channels, self.bits, self.seed).to(rows.half)
-        names = packed(codebooks.nearest(left, books[:, :, 0]), self.bits)
+        names = packed(nearest_codes.names(left, books[:, :, 0]).mT, self.bits)
         return {"list": own, "names": names, "centroids": centroids, "books": books}
 
     def read(self, kept: Kept, row: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.nearest_codes import dispatch
+
+
+def apart_of(keys: Tensor, books: Tensor) -> Tensor:
+    """The distances of keys `[B,H,n,S*d]` to the centroids `[B,H,S,K,d]`: `[B,H,S,n,K]`."""
+    return torch.cdist(keys.unflatten(3, (books.shape[2], books.shape[4])).transpose(2, 3), books.float())
 
 
 @pytest.mark.parametrize(("rows", "subspaces", "size"), [(0, 2, 4), (1, 1, 16), (5000, 5, 3), (70, 8, 16)])
@@ -16,14 +22,54 @@ def test_compiled_names_are_of_centroids_as_near_as_the_references(rows: int, su
     keys = torch.randn(2, 3, rows, subspaces * size, generator=draw)
     books = torch.randn(2, 3, subspaces, 16, size, generator=draw).bfloat16()
     found, expected = (dispatch.paired_names(keys, books, impl=impl) for impl in ("numba", "torch"))
-    assert found.shape == expected.shape == (2, 3, rows, -(-subspaces // 2))
+    assert found.shape == expected.shape == (2, 3, -(-subspaces // 2), rows)
     unequal = found != expected
     assert float(unequal.double().mean() if rows else 0) < 1e-3, "by rounding alone"
-    names = torch.stack([found & 15, found >> 4], 4).flatten(3)[..., :subspaces].long().transpose(2, 3)  # [B,H,S,n]
+    names = torch.stack([found & 15, found >> 4], 3).flatten(2, 3)[:, :, :subspaces].long()  # [B,H,S,n]
     if subspaces % 2 and rows:
-        assert int((found[..., -1] >> 4).max()) == 0
-    cut = keys.unflatten(3, (subspaces, size)).transpose(2, 3)  # [B,H,S,n,d]
-    apart = torch.cdist(cut, books.float())
-    nearest = apart.amin(-1)
-    torch.testing.assert_close(apart.gather(4, names[..., None])[..., 0], nearest, rtol=1e-4, atol=1e-4)
-    assert torch.equal(codebooks.paired(codebooks.nearest(keys, books)), expected)
+        assert int((found[:, :, -1] >> 4).max()) == 0
+    apart = apart_of(keys, books)
+    torch.testing.assert_close(apart.gather(4, names[..., None])[..., 0], apart.amin(-1), rtol=1e-4, atol=1e-4)
+    assert torch.equal(codebooks.paired(codebooks.nearest(keys, books)).mT, expected)
+
+
+@pytest.mark.parametrize(("rows", "subspaces", "size", "centroids"), [(333, 3, 4, 256), (50, 1, 6, 21), (700, 2, 5, 300)])
+def test_names_of_any_number_of_centroids_are_the_references(
+    rows: int, subspaces: int, size: int, centroids: int
+) -> None:
+    pytest.importorskip("numba")
+    draw = torch.Generator().manual_seed(rows)
+    keys = torch.randn(2, 1, rows, subspaces * size, generator=draw)
+    books = torch.randn(2, 1, subspaces, centroids, size, generator=draw)
+    found, expected = (dispatch.names(keys, books, impl=impl) for impl in ("numba", "torch"))
+    assert found.dtype == expected.dtype == (torch.uint8 if centroids <= 256 else torch.int16)
+    apart = apart_of(keys, books)
+    nearest = apart.gather(4, found[..., None].long())[..., 0]
+    torch.testing.assert_close(nearest, apart.amin(-1), rtol=1e-4, atol=1e-4)
+    assert float((found != expected).double().mean()) < 1e-3, "by rounding alone"
+
+
+@pytest.mark.parametrize("kind", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_keys_are_turned_and_moved_before_they_are_named(kind: torch.dtype) -> None:
+    """Of rows that lie in larger storage, of a head size that fills no whole blocks of outputs."""
+    pytest.importorskip("numba")
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 400, 3, 21, generator=draw).to(kind)[:, :350].transpose(1, 2)
+    turn, moved = torch.randn(2, 3, 21, 21, generator=draw), torch.randn(2, 3, 21, generator=draw)
+    books = 5 * torch.randn(2, 3, 7, 16, 3, generator=draw)
+    turned = torch.einsum("bhij,bhnj->bhni", turn, keys.float()) + moved[:, :, None]
+    expected = codebooks.nearest(turned, books).mT
+    for impl in ("numba", "torch"):
+        found = dispatch.names(keys, books, turn, moved, impl=impl)
+        assert float((found != expected).double().mean()) < 2e-3, "by rounding alone"
+        paired = dispatch.paired_names(keys, books, turn, moved, impl=impl)
+        assert torch.equal(paired, codebooks.paired(found.mT).mT)
+
+
+@pytest.mark.parametrize("impl", ["numba", "torch"])
+def test_of_centroids_equally_near_the_first_is_named(impl: str) -> None:
+    if impl == "numba":
+        pytest.importorskip("numba")
+    books = torch.tensor([3.0, 1.0, 1.0, 0.0, 1.0]).repeat_interleave(8)[None, None, None, :, None]
+    found = dispatch.names(torch.tensor([[[[1.0], [9.0], [-9.0]]]]), books, impl=impl)
+    assert found.flatten().tolist() == [8, 0, 24]

@@ -1,1 +1,1 @@
-"""Names of the nearest of 16 centroids, two a byte."""
+"""Names of the nearest centroids of keys' parts, of keys that may be turned first."""

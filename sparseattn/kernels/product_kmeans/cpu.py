@@ -11,23 +11,22 @@ from numba import prange
 from torch import Tensor
 
 from sparseattn.kernels.numba_cache import njit
-from sparseattn.kernels.numba_centroids import FEW, add_scaled, nearest_centroid
+from sparseattn.kernels.numba_centroids import FEW, OUTPUTS, VECTORS, add_scaled, lay_out, nearest_centroids
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
-from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.product_kmeans.reference import NEAR, ROUNDS
 
 FAR = np.float32(np.inf)  # half the squared length of a centroid that is none: it is nearest to nothing
 
 
 @njit
-def _laid_out(books, size, centroids, blocked, halves):
-    """Write centroids `books` `[K*d]` by blocks of 16 and channel, and half their squared lengths."""
+def _taken_from_0(books, size, centroids, less, halves):
+    """Write centroids `books` `[K*d]` taken from 0, and half their squared lengths."""
     for k in range(len(halves)):
         half = np.float32(0)
         for c in range(size):
             x = books[k * size + c] if k < centroids else np.float32(0)
-            blocked[(k // LANES * size + c) * LANES + k % LANES] = x
+            less[k * size + c] = -x
             half += x * x
         halves[k] = half / 2 if k < centroids else FAR
 
@@ -52,23 +51,29 @@ def _split(books, size, counts):
 @entry(parallel=True, cache=True, nogil=True)
 def _kmeans(keys, weights, heads, count, subspaces, size, centroids, books):
     """keys: `[H*n*S*d]`; weights: `[H*n]`; books: `[H*S,K*d]`, first centroids that become the last ones."""
-    blocks, fours = (centroids + LANES - 1) // LANES, size // FEW
+    blocks, fours = (centroids + OUTPUTS - 1) // OUTPUTS, size // FEW
+    tiles = (count + VECTORS - 1) // VECTORS
     for work in prange(heads * subspaces):
         head, part = work // subspaces, work % subspaces
         book, mine = books[work], np.empty(count * size, np.float32)
+        laid = np.empty((tiles, size * VECTORS), np.float32)
         for n in range(count):
             for c in range(size):
                 mine[n * size + c] = keys[((head * count + n) * subspaces + part) * size + c]
-        blocked, halves = np.empty(blocks * size * LANES, np.float32), np.empty(blocks * LANES, np.float32)
-        names = np.full(count, -1, np.int32)
+        for tile in range(tiles):
+            lay_out(mine, tile * VECTORS * size, size, count - tile * VECTORS, 0, size, laid[tile])
+        less, halves = np.empty(blocks * OUTPUTS * size, np.float32), np.empty(blocks * OUTPUTS, np.float32)
+        names, places = np.full(count, -1, np.int32), np.empty(VECTORS, np.int32)
         totals, counts = np.empty(centroids * size, np.float32), np.empty(centroids, np.float32)
         for _ in range(ROUNDS):
-            _laid_out(book, size, centroids, blocked, halves)
+            _taken_from_0(book, size, centroids, less, halves)
             moved = 0
-            for n in range(count):
-                name = np.int32(nearest_centroid(mine, n * size, blocked, 0, halves, 0, size, blocks))
-                moved |= name ^ names[n]
-                names[n] = name
+            for tile in range(tiles):
+                nearest_centroids(less, halves, 0, blocks, laid[tile], 0, size, places)
+                for n in range(tile * VECTORS, min(tile * VECTORS + VECTORS, count)):
+                    name = places[n - tile * VECTORS]
+                    moved |= name ^ names[n]
+                    names[n] = name
             # In a loop of its own: a sum whose place is known late is taken up too early, and then again.
             totals[:] = 0
             counts[:] = 0

@@ -7,6 +7,8 @@ variances, the parametric form of OPQ, https://doi.org/10.1109/TPAMI.2013.240.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -18,16 +20,19 @@ ASKED = 64  # queries of the prompt's end that say which keys are reached
 RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no query of the sample has stay finite
 
 
-def metric_of(queries: Tensor) -> Tensor:
-    """Return `[H,D,D]` float64, the mean of `q q'` over queries `[H,G,m,D]` float32 of each group, and the ridge.
+def metric_of(queries: Iterable[Tensor]) -> Tensor:
+    """Return `[H,D,D]` float64, the mean of `q q'` over queries `[G,m,D]` of each KV head's group, and the ridge.
 
-    Sums are float32: their rounding is far below the ridge, and decompositions alone need more.
+    Sums are float32: their rounding is far below the ridge, and decompositions alone need more. A KV head's queries are
+    widened at a time, as those of all take as long to write as to multiply.
     """
-    flat = queries.flatten(1, 2)
-    moment = (flat.mT @ flat).double() / max(flat.shape[1], 1)
-    size = moment.shape[2]
+    moments = []
+    for of_head in queries:
+        flat = of_head.flatten(0, 1).float()
+        moments.append((flat.mT @ flat).double() / max(len(flat), 1))
+    moment = torch.stack(moments)
     mean = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-    identity = torch.eye(size, dtype=moment.dtype, device=moment.device)
+    identity = torch.eye(moment.shape[2], dtype=moment.dtype, device=moment.device)
     return moment + RIDGE * mean[:, None, None] * identity
 
 
@@ -77,52 +82,69 @@ def unit_metric(keys: Tensor) -> Tensor:
     return torch.eye(keys.shape[2], dtype=torch.double, device=keys.device).expand(len(keys), -1, -1)
 
 
-def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor, temperature: float = 1.0) -> Tensor:
     """Return what queries of the prompt's end pay to each key, on average 1: `[H,n]` float32.
 
     Args:
-        queries: `[H,G,m,D]` over the temperature, of which at most 64 of the last quarter are asked.
+        queries: `[H,G,m,D]`, of which at most 64 of the last quarter are asked.
         at: `[m]` int64, their positions, rising.
-        keys: `[H,n,D]`, among which a query's attention is shared out.
+        keys: `[H,n,D]` float32, among which a query's attention is shared out.
         places: `[n]` int64, their positions.
+        temperature: that the queries are divided by.
     """
     count = len(at)
     first = count - max(count // 4, 1)
     sample = torch.linspace(first, count - 1, min(ASKED, count - first), device=at.device).long()
-    seen = places <= at[sample, None]  # [q,n]
-    logits = queries[:, :, sample].flatten(1, 2) @ keys.mT  # [H,G*q,n]
-    hidden = ~seen.repeat(queries.shape[1], 1)
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(2).nan_to_num(0.0).mean(1)
+    asked = queries[:, :, sample].flatten(1, 2).to(keys.dtype) / temperature
+    hidden = (places > at[sample, None]).repeat(queries.shape[1], 1)  # [G*q,n]
+    means = []
+    for query, key in zip(asked, keys, strict=True):  # a head's products are few enough to stay in a processor's cache
+        logits = (query @ key.mT).masked_fill_(hidden, -torch.inf)
+        means.append(logits.softmax(1).nan_to_num_(0.0).mean(0))
+    weights = torch.stack(means)
     return weights / weights.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def half_moved_ahead(x: Tensor, at: Tensor, first: int, ahead: int, rope: Rope, draw: torch.Generator) -> Tensor:
-    """Return keys or queries `[...,n,D]` of which about half have the RoPE of positions to come.
-
-    What a model says later resembles what it said before, but for RoPE: so these stand for keys and queries that a
-    sequence does not have yet. Each is moved as a whole, and its part that RoPE does not turn stays.
+    """Return keys or queries `[...,n,D]` of which about half have the RoPE of positions to come (`moves_ahead`).
 
     Args:
         x: float32, after RoPE.
         at: `[n]` int64, their positions.
         first: the first position to come.
+        ahead: T, see `moves_ahead`.
+        rope: the layer's.
+        draw: says which are moved, and how far.
+    """
+    return rope.turn(x, moves_ahead(at, first, ahead, draw))
+
+
+def moves_ahead(at: Tensor, first: int, ahead: int, draw: torch.Generator) -> Tensor:
+    """Return `[n]` int64, by how many positions those at `at` are moved: about half of them to positions to come.
+
+    What a model says later resembles what it said before, but for RoPE: so these stand for keys and queries that a
+    sequence does not have yet. Each is moved as a whole, and its part that RoPE does not turn stays.
+
+    Args:
+        at: `[n]` int64.
+        first: the first position to come.
         ahead: T; half of those that are moved lie within the next T / 4 positions, all within T.
         draw: says which are moved, and how far.
     """
-    moved, far = torch.rand(2, len(at), generator=draw).to(x.device)
+    moved, far = torch.rand(2, len(at), generator=draw).to(at.device)
     to = first + (far.square() * ahead).long()
-    return rope.turn(x, torch.where(moved < 0.5, to - at, 0))
+    return torch.where(moved < 0.5, to - at, 0)
 
 
 def codes_of(
-    keys: Tensor, queries: Tensor | None, weights: Tensor | None, parts: int, bits: int, seed: int
+    keys: Tensor, queries: Iterable[Tensor] | None, weights: Tensor | None, parts: int, bits: int, seed: int
 ) -> dict[str, Tensor]:
     """Return what keys are coded by, float32: centre `[H,D]`, turn `[H,D,D]` of keys less that, back `[H,D,D]` of
     queries, and centroids `[H,S,2^bits,d]` of turned keys.
 
     Args:
         keys: `[H,n,D]` float32, a sample.
-        queries: `[H,G,m,D]` float32, whose second moment is the metric; None: keys are centred and rotated only.
+        queries: `[G,m,D]` of each KV head, whose second moment is the metric; None: keys are centred and rotated only.
         weights: `[H,n]` float32, what a key counts for in the mean of its centroid; None: 1.
         parts: S.
         bits: of a name.

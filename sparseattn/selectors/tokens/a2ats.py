@@ -14,6 +14,7 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch
 from sparseattn.kernels import codebooks
+from sparseattn.kernels.nearest_codes import dispatch as nearest_codes
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, warn_of_keys_as_queries
@@ -125,7 +126,7 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         self.codes.append(self.encode(keys))
 
     def encode(self, keys: Tensor) -> Tensor:
-        return codebooks.nearest(keys @ self.factor.data, self.centroids.data)
+        return nearest_codes.names(keys @ self.factor.data, self.centroids.data).mT
 
     def tables(self, query: Tensor) -> Tensor:
         return codebooks.products(query @ self.back.visible.mT, self.centroids.visible)

@@ -49,7 +49,7 @@ class PQ(ProductCoded):
         return {"centroids": self.books(keys[:, self.drawn(keys)]).to(half(keys))}
 
     def encode(self, keys: Tensor) -> Tensor:
-        return self.packed(keys)
+        return self.packed(keys).mT
 
     def tables(self, query: Tensor) -> Tensor:
         return codebooks.tables(query, self.centroids.visible)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.kernels import codebooks
 from sparseattn.kernels.nearest_codes import dispatch as nearest_codes
 from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
 from sparseattn.selectors.checks import check_least
@@ -59,11 +58,13 @@ class ProductCoded(Coded):
         """Return the codebooks `[H,S,2^bits,d]` float32 of keys `[H,n,D]`."""
         return product_codebooks(keys, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
-    def packed(self, keys: Tensor) -> Tensor:
-        """Return the names of the nearest centroids of keys `[B,H,n,D]` as they are kept."""
-        if self.bits == 4:
-            return nearest_codes.paired_names(keys, self.centroids.data)
-        return codebooks.nearest(keys, self.centroids.data)
+    def packed(self, keys: Tensor, turn: Tensor | None = None, moved: Tensor | None = None) -> Tensor:
+        """Return the names of the nearest centroids of keys `[B,H,n,D]`, `[B,H,R,n]`: two a byte of 4 bits.
+
+        Where they are given, keys are multiplied by `turn` `[B,H,D,D]` first, and `moved` `[B,H,D]` is added.
+        """
+        named = nearest_codes.paired_names if self.bits == 4 else nearest_codes.names
+        return named(keys, self.centroids.data, turn, moved)
 
     def names(self, size: int) -> tuple[int, int]:
         subspaces = self.subspaces_of(size)

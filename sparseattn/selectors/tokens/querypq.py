@@ -6,6 +6,7 @@ https://arxiv.org/abs/2502.12665; the rotation is OPQ's, https://doi.org/10.1109
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, Tables
 from sparseattn.selectors.abilities import LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, reached
+from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -30,7 +31,6 @@ from sparseattn.utils.hashing import stream, tensors_hash
 
 METRICS = ("own", "keys")
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
-CHUNK = 1 << 20  # numbers that are turned at a time: few enough to be in the processor's caches when they are named
 
 
 class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
@@ -159,22 +159,23 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
         """Return what the prompt's own keys and queries say, see `codes_of`."""
         keys = rows.keys[0]
         drawn = self.drawn(keys)
-        sample, places, queries = keys[:, drawn].float(), rows.positions[0, drawn], None
+        sample, places, given = keys[:, drawn].float(), rows.positions[0, drawn], None
         if self.metric == "own":
             if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
                 warn_of_keys_as_queries(self, len(keys), len(keys))
-                queries, at = sample[:, None], places
+                given, at = sample[:, None], places
             else:
-                queries, at = rows.queries[0].float(), rows.query_positions[0]
+                given, at = rows.queries[0], rows.query_positions[0]
         weights = None
-        if queries is not None and self.reach:
-            scaled = queries / self.temperature(keys.shape[2])
-            weights = reached(scaled, at, sample, places).pow(self.reach)
+        if given is not None and self.reach:
+            weights = reached(given, at, sample, places, self.temperature(keys.shape[2])).pow(self.reach)
+        queries: Iterable[Tensor] | None = given
         rope, first = self.layer_context.rope, int(rows.positions[0].max()) + 1
         if self.ahead and rope is not None:
             sample = half_moved_ahead(sample, places, first, self.ahead, rope, stream(self.seed, "keys ahead"))
-            if queries is not None:
-                queries = half_moved_ahead(queries, at, first, self.ahead, rope, stream(self.seed, "queries ahead"))
+            if given is not None:
+                moves = moves_ahead(at, first, self.ahead, stream(self.seed, "queries ahead"))
+                queries = (rope.turn(of_head.float(), moves) for of_head in given)
         return codes_of(sample, queries, weights, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
     def append(self, rows: Rows) -> None:
@@ -212,12 +213,9 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
         return looked_up, Launch("sort", entries=sorted_best(batch * each, rows, few))
 
     def encode(self, keys: Tensor) -> Tensor:
-        batch, heads, _, size = keys.shape
-        turn = self.turn.data.mT
-        moved = -(self.centre.data[:, :, None] @ turn).flatten(0, 1)  # [B*H,1,D]: what the mean key is turned into
-        parts = keys.split(max(1, CHUNK // (batch * heads * size)), 2)
-        turned = (torch.baddbmm(moved, part.float().flatten(0, 1), turn.flatten(0, 1)) for part in parts)
-        return torch.cat([self.packed(x.unflatten(0, (batch, heads))) for x in turned], 2)
+        turn = self.turn.data
+        moved = -(turn @ self.centre.data[..., None])[..., 0]  # [B,H,D]: what the mean key is turned into
+        return self.packed(keys, turn, moved).mT
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
