@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import Bounds, Fier, KVCache, LowBit, Mass, Quest, decode
+from sparseattn import Bounds, Fier, KVCache, LowBit, Mass, QueryPQ, Quest, decode
 from sparseattn.cache.at_once import StepAtOnce
 from sparseattn.cache.decode import attend_chosen
 from sparseattn.kernels.attend_bounded.dispatch import bounded_step
@@ -55,6 +55,7 @@ def same_in_two(query: Tensor, cache: KVCache, budget: int) -> None:
 METHODS = {
     "sum": Quest(8, "sum"), "max": Quest(8, "max"), "each": Quest(8, "each"),
     "lowbit": LowBit(rows=16), "four bits": LowBit(4, rows=16, scales=8),
+    "products": QueryPQ(8, metric="keys"), "products of 8 bits": QueryPQ(8, 8, metric="keys"),
 }  # fmt: skip
 
 
@@ -63,8 +64,11 @@ METHODS = {
     [
         *((method, dtype) for method in ("sum", "max", "each") for dtype in (torch.float32, torch.bfloat16)),
         ("lowbit", torch.bfloat16),
+        ("products", torch.bfloat16),
         pytest.param("lowbit", torch.float32, marks=pytest.mark.slow),  # another compiled form
         pytest.param("four bits", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("products", torch.float32, marks=pytest.mark.slow),
+        pytest.param("products of 8 bits", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_through_the_life_of_a_cache(method: str, dtype: torch.dtype, counted: list[bool]) -> None:
@@ -78,10 +82,10 @@ def test_the_same_through_the_life_of_a_cache(method: str, dtype: torch.dtype, c
         at -= torch.arange(batch)[:, None] * 9  # the later sequences begin with padding
         cache.append(keys, values, positions=at)
         for token in range(70):
-            same_in_two(query, cache, (24, 40, 400)[token // 9 % 3])
-            assert cache.search.latest is not None
-            few = 2 * cache.search.latest.start.shape[2] <= cache.stored.zones.zone
-            served.append(few or isinstance(selector, Quest))
+            budget = (24, 40, 400)[token // 9 % 3]
+            same_in_two(query, cache, budget)
+            rows = cache.stored.zones.zone
+            served.append(budget <= {LowBit: rows // 2, QueryPQ: rows}.get(type(selector), budget))
             keys, values, query = drawn(batch, 1, dtype)
             cache.append(keys, values)
             if token % 20 == 7:
@@ -89,12 +93,14 @@ def test_the_same_through_the_life_of_a_cache(method: str, dtype: torch.dtype, c
             if batch > 1 and token == 30:
                 cache.reorder(torch.tensor([2, 0, 0]))
         cache.reset()
-    assert counted == served  # by codes, where half of the rows or fewer are read
+    assert counted == served  # by codes only where they choose a part of the rows
     assert sum(served) > 60
 
 
-@pytest.mark.parametrize("selector", [Quest(8), LowBit(rows=16)], ids=["bounds", "codes"])
-def test_a_copy_attends_to_its_own_rows(selector: Quest | LowBit, counted: list[bool]) -> None:
+@pytest.mark.parametrize(
+    "selector", [Quest(8), LowBit(rows=16), QueryPQ(8, metric="keys")], ids=["bounds", "codes", "products"]
+)
+def test_a_copy_attends_to_its_own_rows(selector: Quest | LowBit | QueryPQ, counted: list[bool]) -> None:
     keys, values, query = drawn(1, 200, torch.bfloat16)
     cache = KVCache(selector, seal=16, check=False)
     cache.append(keys, values)
@@ -136,10 +142,11 @@ class _Halved(Quest):
         {"selector": _Halved(8)}, {"capacity": 400, "fixed": True}, {"budget": Mass(0.9)}, {"dtype": torch.float64},
         {"selector": LowBit(page=8)}, {"selector": LowBit(group="max")}, {"selector": "lowbit", "budget": 65},
         {"selector": Fier(), "capacity": 400, "fixed": True}, {"selector": "window"},
+        {"selector": QueryPQ(8, metric="keys", group="sum")}, {"selector": QueryPQ(8, metric="keys", page=8)},
     ],
     ids=[
         "checked", "codec", "softmax", "int8", "scores", "fixed", "mass", "float64", "pages", "max", "half", "bits",
-        "other",
+        "other", "summed products", "pages of products",
     ],
 )  # fmt: skip
 def test_what_takes_two_calls(settings: dict, counted: list[bool]) -> None:

@@ -1,1 +1,1 @@
-"""Single rows chosen by keys of few bits, and attention over them, at once."""
+"""Single rows chosen by keys of few bits or by product codes, and attention over them, at once."""

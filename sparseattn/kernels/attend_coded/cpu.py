@@ -1,4 +1,4 @@
-"""Rows ranked by keys of few bits, chosen and attended to in one compiled call."""
+"""Rows ranked by keys of few bits or by product codes, chosen and attended to in one compiled call."""
 
 # Kernels are compiled by numba, which takes types from the arguments.
 # mypy: disallow-untyped-defs=False
@@ -15,6 +15,8 @@ from sparseattn.kernels.attend.cpu_prepared import attend_prepared, prepared
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LOG2E, array_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, scratch, use_threads
+from sparseattn.kernels.product_codes.codes import RankedCodes
+from sparseattn.kernels.product_codes.cpu import BestRows, best_by_codes
 from sparseattn.kernels.quantized_keys.cpu_choice import LikelyRows, best_of_likely
 from sparseattn.kernels.quantized_keys.cpu_vote import best_of_all
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
@@ -34,14 +36,26 @@ def _attend_coded(kinds, numbers, rows, factor, scale, query_at, arenas_at, chos
     return True
 
 
+@entry(cache=True, nogil=True)
+def _attend_named(kinds, numbers, rows, root, scale, query_at, arenas_at, chosen_at, outs):
+    """kinds, numbers, root, query_at, arenas_at, chosen_at: see `best_by_codes`; rows, scale, outs: see
+    `attend_prepared`. Return that the rows are the best."""
+    best_by_codes(kinds, numbers, root, query_at, arenas_at, chosen_at)
+    attend_prepared(kinds[0], rows, query_at, scale, chosen_at, outs)
+    return True
+
+
 class _Step:
     """What steps have in common: numbers for compiled code, and room for sums that nobody asks for."""
 
     def __init__(
-        self, query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds,
-        scale: float,
+        self, query: Tensor, coded: QuantizedKeys | RankedCodes, count: int, keys: Tensor, values: Tensor,
+        bounds: Bounds, scale: float,
     ) -> None:  # fmt: skip
-        self.likely, self.coded = LikelyRows(query, coded, count), coded
+        self.by_products, self.coded = isinstance(coded, RankedCodes), coded
+        self.choice = (
+            BestRows(query, coded, count) if isinstance(coded, RankedCodes) else LikelyRows(query, coded, count)
+        )
         (batch, heads, group, size), lse = query.shape, torch.empty(query.shape[:3])
         self.chosen = 2, batch, heads, count
         self.keys, self.values, self.bounds, self.lse, self.factor = keys, values, bounds, lse, scale
@@ -51,25 +65,30 @@ class _Step:
         self.attending = self.row * (count + bounds.base)
 
     def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Selection]:
-        likely, query = self.likely, query.contiguous()
-        chosen, out = torch.empty(likely.lists * (2 * likely.count + 1), dtype=torch.int32), torch.empty_like(query)
+        choice, query = self.choice, query.contiguous()
+        chosen, out = torch.empty(choice.lists * (2 * choice.count + 1), dtype=torch.int32), torch.empty_like(query)
+        step = _attend_named if self.by_products else _attend_coded
         with ONE_AT_A_TIME:
-            use_threads(max(likely.work, self.attending + self.row * recent))
-            known = _attend_coded(
-                likely.kinds, likely.numbers, self.rows, likely.factor, self.scale, query.data_ptr(),
-                scratch(likely.arenas).data_ptr(), chosen.data_ptr(), (out.data_ptr(), self.lse_at),
+            use_threads(max(choice.work, self.attending + self.row * recent))
+            known = step(
+                choice.kinds, choice.numbers, self.rows, choice.factor, self.scale, query.data_ptr(),
+                scratch(choice.arenas).data_ptr(), chosen.data_ptr(), (out.data_ptr(), self.lse_at),
             )  # fmt: skip
-        if not known:  # where the votes of all rows choose
-            selection = Selection.pages(best_of_all(query, self.coded, likely.count), 1)
+        if not known and isinstance(self.coded, QuantizedKeys):  # where the votes of all rows choose
+            selection = Selection.pages(best_of_all(query, self.coded, choice.count), 1)
             return attend(query, self.keys, self.values, selection, self.bounds, self.factor)[0], selection
-        start, length = chosen[: 2 * likely.lists * likely.count].view(self.chosen).unbind()
+        start, length = chosen[: 2 * choice.lists * choice.count].view(self.chosen).unbind()
         return out, Selection(start, length, 1, whole=True)
 
 
 def coded_step(
-    query: Tensor, coded: QuantizedKeys, count: int, keys: Tensor, values: Tensor, bounds: Bounds, scale: float
-) -> _Step | None:
+    query: Tensor, coded: QuantizedKeys | RankedCodes, count: int, keys: Tensor, values: Tensor, bounds: Bounds,
+    scale: float,
+) -> _Step | None:  # fmt: skip
     """As `dispatch.coded_step`."""
-    if not LikelyRows.serves(coded, count):
+    if isinstance(coded, RankedCodes):
+        if not 0 < count <= coded.keys.codes.shape[3]:
+            return None
+    elif not LikelyRows.serves(coded, count):
         return None
     return _Step(query, coded, count, keys, values, bounds, scale)

@@ -1,4 +1,4 @@
-"""The best rows by keys of few bits and the attention over them in one call."""
+"""The best rows by keys of few bits or by product codes, and the attention over them in one call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.kernels.implementations import Operation
+from sparseattn.kernels.product_codes.codes import RankedCodes
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
 ATTEND_CODED = Operation(__package__, "torch", "numba")
@@ -17,7 +18,7 @@ CodedStep: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Selection]]  # see 
 
 def coded_step(
     query: Tensor,
-    coded: QuantizedKeys,
+    coded: QuantizedKeys | RankedCodes,
     count: int,
     keys: Tensor,
     values: Tensor,
@@ -26,8 +27,8 @@ def coded_step(
     scale: float,
     impl: str | None = None,
 ) -> CodedStep | None:
-    """Return a function that chooses rows as `quantized_keys.best` does by "softmax", and attends to them, sink and
-    recent rows as `attend` does. What is the same at every step until rows are sealed is looked up once.
+    """Return a function that chooses rows, as `quantized_keys.best` by "softmax" or `product_codes.best`, and attends
+    to them, sink and recent rows as `attend` does. What is the same until rows are sealed is looked up once.
 
     Args:
         query: one such as is given at each step, `[B,H,G,D]`.
@@ -40,8 +41,8 @@ def coded_step(
 
     Returns:
         a function of a query `[B,H,G,D]`, after RoPE, and of how many recent rows a sequence has at most, which returns
-        `[B,H,G,D]` in the query's dtype and the selection. For one thread at a time. None where more than half of the
-        rows are chosen, for which compiled code takes two calls.
+        `[B,H,G,D]` in the query's dtype and the selection. For one thread at a time. None where compiled code takes two
+        calls: more than half of the rows by keys of few bits, more rows than there are by product codes.
     """
     kernel = ATTEND_CODED.pick(impl, query.device, query.dtype)
     step: CodedStep | None = kernel.coded_step(query, coded, count, keys, values, bounds, scale)

@@ -53,6 +53,30 @@ class Tables:
         return codebooks.products((self.query.float() / self.temperature) @ self.turn.float().mT, self.centroids)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedCodes:
+    """Stored rows and all that ranks them for a query: `product_codes.dispatch.best` of `tables` and `keys`.
+
+    Args:
+        turn, centroids, temperature: see `Tables`.
+        keys: the rows.
+    """
+
+    turn: Tensor
+    centroids: Tensor
+    temperature: float
+    keys: ProductCodes
+
+    def tables(self, query: Tensor) -> Tables:
+        """Return those of queries `[B,H,G,D]`."""
+        return Tables(query, self.turn, self.centroids, self.temperature)
+
+    @property
+    def valid(self) -> Tensor:
+        """`[B,N]` bool, rows that are no padding."""
+        return self.keys.valid
+
+
 def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tables rounded to 8 bits, with one step for all query heads of a KV head, so that these compare.
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import LOG2E, address_of, array_at, read, storage_of
+from sparseattn.kernels.numba_rows import KINDS, LOG2E, array_at, read, storage_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, scratch, use_threads
-from sparseattn.kernels.product_codes.codes import BLOCK, MORE, MOST, ProductCodes, Tables, blocks_apart
+from sparseattn.kernels.product_codes.codes import BLOCK, MORE, MOST, ProductCodes, RankedCodes, Tables, blocks_apart
 from sparseattn.kernels.product_codes.cpu_choice import choose_rows, pack, room, words_needed
 from sparseattn.kernels.product_codes.cpu_lists import TILE
 from sparseattn.kernels.product_codes.cpu_tables import make_tables, round_tables
@@ -40,16 +40,13 @@ def _take_tail(codes, step, count, valid, total, own):
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _best(query, turn, centroids, shape, codes, valid, sizes, arenas, out_at):
-    """query: where `[lists,G*D]` lies, and what it is divided by; turn, centroids: where they lie; shape: G, M, K and
-    d; codes: where `[B,H,R,N]` lies, its steps of b, h and r, R and bits; valid: where it lies, and its step of b;
-    sizes: lists, H, N, blocks from one of the sample to the next, candidates, S, and rows that are listed at most;
-    arenas: where what threads work in lies, bytes of one, and how many; out_at: where start and length `[2,lists,S]` of
-    int32 lie."""
-    (kind, query_at, root), (turn_kind, turn_at), (centroid_kind, centroids_at) = query, turn, centroids
-    (codes_at, codes_b, codes_h, step, count, bits), (valid_at, valid_b) = codes, valid
-    (lists, heads, total, apart, more, wanted, most), (arenas_at, arena_size, workers) = sizes, arenas
-    share, subspaces, entries, size = shape
+def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
+    """kinds: of queries, turn and centroids; numbers: of `BestRows`; root: what queries are divided by; ..._at: where
+    `[lists,G*D]` of queries, what threads work in, and start and length `[2,lists,S]` of int32 lie."""
+    lists, heads, total, apart, more, wanted, most, share, subspaces, entries, size = numbers[:11]
+    codes_at, codes_b, codes_h, step, count, bits, valid_at, valid_b = numbers[11:19]
+    turn_at, centroids_at, arena_size, workers = numbers[19:23]
+    kind, turn_kind, centroid_kind = kinds
     wide, sampled = subspaces * size, (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
     queries = array_at(kind, query_at, lists * share * wide)
     turns = array_at(turn_kind, turn_at, lists * wide * wide)
@@ -146,34 +143,68 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     return out
 
 
+class BestRows:
+    """What the choices of steps have in common, looked up once.
+
+    Args:
+        query: `[B,H,G,D]`, one such as is given at each step.
+        ranked: what ranks the rows, which stay where they are.
+        count: rows that are chosen for each KV head, if there are as many.
+
+    Attributes:
+        lists: KV heads of all sequences.
+        count: rows chosen for each of them.
+        arenas: bytes that a choice works in.
+        work: multiplications that it takes about as long as.
+
+    Raises:
+        ValueError: codes that the compiled kernel cannot read.
+    """
+
+    def __init__(self, query: Tensor, ranked: RankedCodes, count: int) -> None:
+        keys, batch, heads, share = ranked.keys, *query.shape[:3]
+        subspaces, entries, size = ranked.centroids.shape[2:]
+        width, rows = keys.codes.shape[2:]
+        if subspaces > MOST:
+            raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
+        if width != -(-subspaces * keys.bits // 8):
+            raise ValueError(f"{subspaces} codes of {keys.bits} bits do not fill {width} bytes")
+        steps = keys.codes.stride()
+        if steps[3] != 1 and rows > 1:
+            raise ValueError(f"the kernel reads codes whose rows are adjacent: the last stride is 1, got {steps}")
+        self.lists, self.count, apart = batch * heads, min(count, rows), blocks_apart(rows)
+        more = min(MORE * count, rows)
+        turn, centroids = ranked.turn.contiguous(), ranked.centroids.contiguous()
+        valid = keys.valid if keys.valid.stride(1) == 1 else keys.valid.contiguous()
+        self.held = keys.codes, turn, centroids, valid  # addresses hold nothing
+        most = (2 * more + 4 * TILE) // TILE * TILE  # where more are listed, a thread makes room for all
+        sampled = -(-rows // (BLOCK * apart)) * BLOCK
+        arena = -(-room(share, width, keys.bits, sampled, most)[-1] // 4096) * 4096
+        workers = max(min(torch.get_num_threads(), self.lists), 1)
+        self.arenas = workers * arena
+        self.work = self.lists * (share * subspaces * rows / 16 + CANDIDATE * more)
+        self.factor = np.float32(ranked.temperature)
+        self.kinds = KINDS[query.dtype], KINDS[turn.dtype], KINDS[centroids.dtype]
+        self.numbers = np.array(
+            [
+                self.lists, heads, rows, apart, more, self.count, most, share, subspaces, entries, size,
+                keys.codes.data_ptr(), *steps[:3], width, keys.bits, valid.data_ptr(), valid.stride(0),
+                turn.data_ptr(), centroids.data_ptr(), arena, workers,
+            ],
+            np.int64,
+        )  # fmt: skip
+
+
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
-    query, codes, valid = tables.query.contiguous(), keys.codes, keys.valid
-    batch, heads, share, _ = query.shape
-    _, _, subspaces, entries, size = tables.centroids.shape
-    _, _, width, rows = codes.shape
-    if subspaces > MOST:
-        raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
-    if width != -(-subspaces * keys.bits // 8):
-        raise ValueError(f"{subspaces} codes of {keys.bits} bits do not fill {width} bytes")
-    if codes.stride(3) != 1 and rows > 1:
-        raise ValueError(f"the kernel reads codes whose rows are adjacent: the last stride is 1, got {codes.stride()}")
-    lists, more, apart = batch * heads, min(MORE * count, rows), blocks_apart(rows)
-    turn, centroids = tables.turn.contiguous(), tables.centroids.contiguous()
-    valid = valid if valid.stride(1) == 1 else valid.contiguous()
-    out = torch.empty(2, batch, heads, min(count, rows), dtype=torch.int32)
+    query = tables.query.contiguous()
+    rows = BestRows(query, RankedCodes(tables.turn, tables.centroids, tables.temperature, keys), count)
+    out = torch.empty(2, *query.shape[:2], rows.count, dtype=torch.int32)
     if not out.numel():
         return out[0], out[1]
-    most = (2 * more + 4 * TILE) // TILE * TILE  # where more are listed, a thread makes room for all
-    sampled = -(-rows // (BLOCK * apart)) * BLOCK
-    arena = -(-room(share, width, keys.bits, sampled, most)[-1] // 4096) * 4096
     with ONE_AT_A_TIME:
-        workers = max(1, min(use_threads(lists * (share * subspaces * rows / 16 + CANDIDATE * more)), lists))
-        room_there = scratch(workers * arena)
-        _best(
-            (*address_of(query), np.float32(tables.temperature)), address_of(turn), address_of(centroids),
-            (share, subspaces, entries, size), (codes.data_ptr(), *codes.stride()[:3], width, keys.bits),
-            (valid.data_ptr(), valid.stride(0)), (lists, heads, rows, apart, more, out.shape[3], most),
-            (room_there.data_ptr(), arena, workers), out.data_ptr(),
-        )  # fmt: skip
+        use_threads(rows.work)
+        best_by_codes(
+            rows.kinds, rows.numbers, rows.factor, query.data_ptr(), scratch(rows.arenas).data_ptr(), out.data_ptr()
+        )
     return out[0], out[1]

@@ -8,9 +8,10 @@ from typing import TypeAlias
 from torch import Tensor
 
 from sparseattn.kernels.page_bounds.bounds import VotedBounds
+from sparseattn.kernels.product_codes.codes import RankedCodes
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
-ChosenBy: TypeAlias = VotedBounds | QuantizedKeys
+ChosenBy: TypeAlias = VotedBounds | QuantizedKeys | RankedCodes
 
 
 class ChoosesAtOnce(ABC):
@@ -24,8 +25,9 @@ class ChoosesAtOnce(ABC):
 
     @abstractmethod
     def chosen_by(self, valid: Tensor, size: int) -> ChosenBy | None:
-        """Return that by whose order `select` chooses `budget // page` pages: bounds, or keys of few bits by which a
-        group votes by "softmax". None: it does anything else. The same object until rows are sealed or moved.
+        """Return that by whose order `select` chooses `budget // page` pages: bounds, or keys of few bits or product
+        codes by which a group votes by "softmax". None: it does anything else. The same object until rows are sealed or
+        moved.
 
         Args:
             valid: `[B,N]` bool, the sealed rows that are no padding, as in `StepContext`.

@@ -19,8 +19,8 @@ from sparseattn.core.step_cost import Launch, Scan, sorted_best, summed
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
 from sparseattn.kernels.product_codes import dispatch as product_codes
-from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, Tables
-from sparseattn.selectors.abilities import LearnsFromQueries, RanksListed
+from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, RankedCodes, Tables
+from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, moves_ahead, reached
@@ -33,7 +33,7 @@ METRICS = ("own", "keys")
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
 
-class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
+class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     """Reads the rows with the largest products of the query with the centroids that stand for their turned keys.
 
     The prompt's keys, less their mean, are turned so that a distance between two of them is the root mean square
@@ -75,6 +75,7 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     operators = 24
     choices = (4, 8)
     channels = 2
+    _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
     method, command = "querypq", "train"
 
     def __init__(
@@ -179,6 +180,7 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
         return codes_of(sample, queries, weights, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
     def append(self, rows: Rows) -> None:
+        self._ranked = None  # storage may be replaced
         self.learn(rows)
         self.extend(rows.keys)
 
@@ -188,9 +190,11 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
         return self.codes.rows
 
     def extend(self, keys: Tensor) -> None:
+        self._ranked = None
         self.codes.append(self.encode(keys).mT)
 
     def forget(self, first: int) -> None:
+        self._ranked = None
         self.codes.resize(first)
 
     def best_listed(self, query: Tensor, valid: Tensor, pages: Tensor, page: int, count: int) -> tuple[Tensor, Tensor]:
@@ -239,6 +243,19 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
             return super().select(query, step, budget)
         tables = self.factors(query, self.temperature(query.shape[3]))
         return Selection(*product_codes.best(tables, self.stored(step.valid), budget), 1, whole=True)
+
+    def chosen_by(self, valid: Tensor, size: int) -> RankedCodes | None:
+        own = all(getattr(type(self), name) is getattr(QueryPQ, name) for name in ("select", "factors", "stored"))
+        if self.page > 1 or self.group != "softmax" or self.fixed_for_cache or not own:
+            return None
+        if self._ranked is None or self._ranked.valid is not valid:
+            temperature = self.temperature(size)
+            self._ranked = RankedCodes(self.back.visible, self.centroids.visible, temperature, self.stored(valid))
+        return self._ranked
+
+    def _forget_views(self) -> None:
+        super()._forget_views()
+        self._ranked = None
 
     @property
     def _compiled(self) -> bool:
