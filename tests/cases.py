@@ -136,10 +136,11 @@ class Buckets(LearnsFromQueries, Selector):
         self.shown = RowBuffer(1)  # [B,n] rows shown so far, padding included
 
     def append(self, rows: Rows) -> Tensor:
-        assert rows.queries is not None
-        batch, heads, new, _ = rows.keys.shape
+        assert self.learns_once or rows.queries is not None
+        batch, heads, new, size = rows.keys.shape
         pad = (rows.positions < 0)[:, None].expand(batch, heads, new)
-        side = ((rows.keys * rows.queries.mean((2, 3))[:, :, None]).sum(-1) > 0).long()
+        mean = rows.keys.new_zeros(batch, heads, size) if rows.queries is None else rows.queries.mean((2, 3))
+        side = ((rows.keys * mean[:, :, None]).sum(-1) > 0).long()
         side = torch.where(pad, 2, side)
         order = side.argsort(dim=-1, stable=True)
         if self.reverse:  # the longest-waiting row last: any order within a run is allowed
@@ -348,7 +349,7 @@ class Case:
 
     @property
     def by_turns(self) -> bool:
-        """Whether the fast run may have half of the laws that it meets, and the slow run the others."""
+        """Whether the fast run may have a third of the laws that it meets, and the slow run the others."""
         return self.name not in FEW and not self.second
 
 

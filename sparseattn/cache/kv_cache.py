@@ -247,7 +247,7 @@ class KVCache(CacheEdits):
                 queries; a selector that serves another cache, or that cannot serve such keys or lacks the layer's RoPE
                 (`Selector.check_shape`); more rows than a `fixed` cache has. Nothing is stored then.
         """
-        learning = self._learns and self.stored.queries.wanted(self.stored.zones.zone)
+        learning = self._learns and self.stored.queries.wanted(self.stored.zones.sealed)
         if positions is None and not learning and self._tokens.put(keys, values):  # a token of a step
             if self._shown.views:
                 self._shown.refresh()

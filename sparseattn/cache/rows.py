@@ -264,7 +264,8 @@ class StoredRows:
         Raises:
             ValueError: NaN or infinite rows or queries on a GPU, where single rows were not looked at before.
         """
-        zones, first, hands = self.zones, not self.zones.zone, self.deal.hands(self.zones.sealed, each)
+        zones, first, before = self.zones, not self.zones.zone, self.zones.sealed
+        hands = self.deal.hands(before, each)
         here = [hand.rows for hand in hands]
         most = max(here)
         padding = torch.arange(most) >= torch.tensor(here)[:, None]
@@ -278,7 +279,7 @@ class StoredRows:
         keys, values = (rows[:, :, rows.shape[2] - most :] for rows in self._unrounded())
         if self.keys.full.is_cuda:
             input_checks.check_finite(keys=keys, values=values)
-        queries, sampled = self.queries.of_rows(positions, self.sealed.device)
+        queries, sampled = self.queries.of_rows(positions, self.sealed.device, before, zones.sealed)
         if queries is not None and self.keys.full.is_cuda:
             input_checks.check_finite(queries=queries)
         last: tuple[Tensor, ...] = self._take_last(decoded) if first and self.queries.last.wanted else ()
@@ -365,7 +366,7 @@ class StoredRows:
             kept = (row < torch.tensor(zones.end)[:, None]) | (row >= torch.tensor(before)[:, None])
             return self.positions.full[:, row].masked_fill(kept, -1)
 
-        self.queries.drop(gone, positions)
+        self.queries.drop(gone, positions, zones.sealed)
         for buffer in self._near:
             buffer.resize(max(zones.end))
         self.publish()

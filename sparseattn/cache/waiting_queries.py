@@ -23,11 +23,13 @@ class Wanted(NamedTuple):
         share: of the rows, 0 to 1.
         last: how many of the prompt's newest the first seal hands over.
         shown: how many of these the selector is shown, where a codec wants more; None: all.
+        once: whether those of the share are wanted only until every sequence has sealed rows.
     """
 
     share: float
     last: int
     shown: int | None = None
+    once: bool = False
 
     @classmethod
     def of(cls, selector: Selector, codec: RowCodec | None, unsealed: int) -> Wanted:
@@ -35,7 +37,7 @@ class Wanted(NamedTuple):
         share, last = input_checks.queries_wanted(selector)
         if share == 1 and last:  # no query of the prompt is missing, however wide the window
             last = max(last, unsealed)
-        return cls(share, last if codec is None else max(last, codec.last_queries), last)
+        return cls(share, last if codec is None else max(last, codec.last_queries), last, selector.learns_once)
 
 
 class WaitingQueries:
@@ -50,10 +52,15 @@ class WaitingQueries:
 
     def __init__(self, wanted: Wanted) -> None:
         self.sampled, self.last, self._shown = Queries(wanted.share), LastQueries(wanted.last), wanted.shown
+        self._once = wanted.once
 
-    def wanted(self, sealed: int) -> bool:
-        """Return whether rows that are stored when `sealed` rows are sealed come with their queries."""
-        return self.sampled.share > 0 or (self.last.wanted > 0 and not sealed)
+    def wanted(self, sealed: Sequence[int]) -> bool:
+        """Return whether rows come with their queries that are stored when so many of each sequence are sealed."""
+        return self.sampling(sealed) or (self.last.wanted > 0 and not any(sealed))
+
+    def sampling(self, sealed: Sequence[int]) -> bool:
+        """Return whether queries of the sample are wanted when so many rows of each sequence are sealed."""
+        return self.sampled.share > 0 and not (self._once and len(sealed) > 0 and min(sealed) > 0)
 
     @property
     def kept(self) -> Tensor | None:
@@ -74,12 +81,17 @@ class WaitingQueries:
         if self.last.wanted and last:
             self.last.store(queries, at, spare)
 
-    def of_rows(self, positions: Tensor, device: torch.device | None) -> tuple[Tensor | None, Tensor | None]:
+    def of_rows(
+        self, positions: Tensor, device: torch.device | None, before: Sequence[int], sealed: Sequence[int]
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Give away the sampled queries `[B,H,G,m,D]` of the rows being sealed, at `positions` `[B,n]`, and their
-        positions `[B,m]`, on `device` if that is not None."""
-        if not self.sampled.share:
+        positions `[B,m]`, on `device` if that is not None; before, sealed: rows that were sealed, and that are."""
+        if not self.sampling(before):
+            self.sampled.reset()  # of sequences that are there no more
             return None, None
         queries, at = self.sampled.hand_over(positions)
+        if not self.sampling(sealed):
+            self.sampled.reset()
         if device is not None and queries.device != device:
             there = torch.empty(queries.shape, dtype=queries.dtype, device=device)
             for b in range(queries.shape[0]):
@@ -111,11 +123,12 @@ class WaitingQueries:
         if self.last.allocated:
             self.last.require(gone, count)
 
-    def drop(self, gone: Sequence[int], positions: Callable[[], Tensor]) -> None:
-        """Forget those of the newest `gone` rows of each sequence; `positions()` is `[B,n]`, negative for none."""
+    def drop(self, gone: Sequence[int], positions: Callable[[], Tensor], sealed: Sequence[int]) -> None:
+        """Forget those of the newest `gone` rows of each sequence; `positions()` is `[B,n]`, negative for none; sealed:
+        rows of each that are."""
         if self.last.allocated:
             self.last.drop(gone)
-        if self.sampled.share:
+        if self.sampling(sealed):
             self.sampled.drop(positions())
 
     def states(self) -> tuple[State, State]:

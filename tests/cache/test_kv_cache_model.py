@@ -27,14 +27,14 @@ class Watched(SampledBuckets):
 
     late = ("last", "prompt")  # of one seal, whatever becomes of the sequences
 
-    def __init__(self, queries_share: float, reverse: bool, last_queries: int) -> None:
+    def __init__(self, queries_share: float, reverse: bool, last_queries: int, learns_once: bool = False) -> None:
         super().__init__(queries_share, reverse)
-        self.last_queries = last_queries
+        self.last_queries, self.learns_once = last_queries, learns_once
 
     def append(self, rows: Rows) -> Tensor:
-        assert rows.queries is not None
-        assert rows.query_positions is not None
-        self.last = (rows.positions.tolist(), rows.query_positions.tolist(), rows.queries.clone())
+        assert (rows.queries is None) == (rows.query_positions is None)
+        at = None if rows.query_positions is None else rows.query_positions.tolist()
+        self.last = (rows.positions.tolist(), at, None if rows.queries is None else rows.queries.clone())
         handed = (rows.last_queries, rows.last_positions, rows.unsealed, rows.unsealed_positions)
         self.prompt = [part if part is None else part.clone() for part in handed]
         return super().append(rows)
@@ -50,6 +50,7 @@ class Sequence:
     def __init__(self) -> None:
         self.tokens: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self.batches: list[list[int]] = []
+        self.asked: list[bool] = []  # whether a batch came with its queries
         self.next = 0
 
     @property
@@ -68,8 +69,10 @@ def seal(model: list[Sequence], cache: KVCache, first: bool) -> None:
     slack = span - 1 if len({rows % span for rows in waiting}) > 1 else 0
     if max(waiting) < (1 if first else cache.seal_rows) + slack:
         return
+    over = cache.selector.learns_once and all(one.sealed for one in model)
     for one, rows in zip(model, waiting, strict=True):
         low = cache.sink + one.sealed
+        one.asked.append(not over)
         one.batches.append(list(range(low, low + rows // span * span)))
 
 
@@ -91,8 +94,11 @@ def choice(selector: Selector, one: Sequence, head: int, group: int, query: Tens
         return [i for page in sorted(pages, key=bound, reverse=True)[: budget // selector.page] for i in page]
     assert isinstance(selector, Buckets)
     runs: list[list[int]] = []
-    for batch in filter(None, one.batches):
-        asked = [one.tokens[i][3][head] for i in batch if sampled(one.tokens[i][0], selector.queries_wanted[0])]
+    share = selector.queries_wanted[0]
+    for batch, with_queries in zip(one.batches, one.asked, strict=True):
+        if not batch:
+            continue
+        asked = [one.tokens[i][3][head] for i in batch if with_queries and sampled(one.tokens[i][0], share)]
         mean = torch.stack(asked).mean((0, 1)) if asked else torch.zeros(D, dtype=torch.float64)
         positive = ((one.rows(batch, 1, head) * mean).sum(-1) > 0).tolist()
         for side in (False, True):
@@ -104,19 +110,25 @@ def choice(selector: Selector, one: Sequence, head: int, group: int, query: Tens
 
 
 def check_shown(model: list[Sequence], selector: Watched) -> None:
-    """The last seal showed each sequence's rows in order, and of the sampled ones the queries, then padding."""
+    """The last seal showed each sequence's rows in order, and of the sampled ones the queries, then padding; none where
+    they count once and every sequence had sealed rows."""
     positions, query_positions, queries = selector.last
+    over = not model[0].asked[-1]
+    assert (queries is None) == over
     for b, one in enumerate(model):
         tokens = [one.tokens[i] for i in one.batches[-1]]
         assert [at for at in positions[b] if at >= 0] == [token[0] for token in tokens]
+        if over:
+            continue
         chosen = [token for token in tokens if sampled(token[0], selector.queries_wanted[0])]
         padding = len(query_positions[b]) - len(chosen)
         assert query_positions[b] == [token[0] for token in chosen] + [-1] * padding
         for i, token in enumerate(chosen):
             assert torch.equal(queries[b, :, :, i], token[3])
         assert bool((queries[b, :, :, len(chosen) :] == 0).all())
-    most = max(len(row) - row.count(-1) for row in query_positions)
-    assert queries.shape[3] == most, "no more padding than the batch needs"
+    if not over:
+        most = max(len(row) - row.count(-1) for row in query_positions)
+        assert queries.shape[3] == most, "no more padding than the batch needs"
 
 
 def check_prompt(model: list[Sequence], cache: KVCache, first: bool) -> None:
@@ -214,7 +226,8 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(seed)
     draw = random.Random(seed)
     share = draw.choice([1.0, 0.5, 0.3, 0.07])
-    selector = draw.choice([Exact(), Quest(draw.choice([1, 2, 8])), Watched(share, True, 0), Watched(share, False, 3)])
+    watched = Watched(share, draw.random() < 0.5, draw.choice([0, 3]), draw.random() < 0.5)
+    selector = draw.choice([Exact(), Quest(draw.choice([1, 2, 8])), watched, watched])
     span, heads, group = selector.span, draw.randint(1, 2), draw.randint(1, 3)
     settings = {
         "sink": draw.choice([0, 1, 5, 20, 60]),

@@ -60,6 +60,7 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
 
     method, command = "a2ats", "train"
     without_rope = "take a method that codes keys as they are, such as querypq"
+    learns_once = True
     operators = 40
 
     def __init__(

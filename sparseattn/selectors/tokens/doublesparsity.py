@@ -42,6 +42,7 @@ class DoubleSparsity(LearnsFromQueries, Calibrated):
     `scan_bytes`: the labels and levels of every row.
     """
 
+    learns_once = True
     method = "doublesparsity"
     by_row = ("labels", "levels")
 

@@ -52,6 +52,7 @@ class InfiniGen(ComparesHeads, LooksAhead, LearnsFromQueries, Selector):
         ValueError: an argument out of its range; in `select`, nobody has foreseen the query.
     """
 
+    learns_once = True
     operators = 20
 
     def __init__(self, ratio: float = 0.2, alpha: float = 4.0, group: str = "each", share: float = 0.25) -> None:

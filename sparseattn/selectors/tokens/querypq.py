@@ -72,6 +72,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     `scan_bytes`: the codes of every row, and once per KV head the centroids, the map of queries and the mean.
     """
 
+    learns_once = True
     operators = 24
     choices = (4, 8)
     channels = 2
