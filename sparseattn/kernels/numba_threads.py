@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import itertools
 import math
+import os
 import threading
 
 import numba
@@ -13,8 +16,28 @@ ONE_AT_A_TIME = threading.RLock()  # numba's plainest threads, all it has on som
 LET = threading.local()  # `threads`: what numba was last told in this thread, as telling it takes long (`use_threads`)
 MOST_THREADS = numba.config.NUMBA_NUM_THREADS
 EXPONENTIAL = 20  # multiplications that take as long as the exponentials and logarithms of one score's vote
-ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (the log, 2026-11-22)
-STEP = 150_000  # the same amid an engine's step, whose threads are awake still
+# Multiplications for which one thread more pays: of threads that sleep, which it takes 50 to 60 us to wake (the log,
+# 2026-11-22), of threads that spin for a while behind torch's last operation (2026-11-30), and amid an engine's step.
+ASLEEP, SPINNING, STEP = 2_000_000, 400_000, 150_000
+
+
+def spins() -> bool:
+    """Return whether idle threads of compiled loops spin: OpenMP's, which torch shares, unless they are told to
+    sleep."""
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return False
+    asked = numba.config.THREADING_LAYER
+    layers = numba.config.THREADING_LAYER_PRIORITY if asked in ("default", "threadsafe") else [asked]
+    for layer in itertools.takewhile(lambda layer: layer != "workqueue", layers):  # whose threads sleep
+        try:
+            importlib.import_module(f"numba.np.ufunc.{layer}pool")
+        except ImportError:  # numba takes the next one
+            continue
+        return layer == "omp"
+    return False
+
+
+ALONE = SPINNING if spins() else ASLEEP
 
 
 def use_threads(work: float = math.inf, alone: int = ALONE) -> int:
