@@ -30,7 +30,7 @@ def _pages(queries, head, form, count, pages, page, out_of):
     (size, rows, words, bits), (valid, valid_at), (out, out_at, out_step) = form, validity, out_of
     served, padded = queries[2], queries[3]
     wide = rounded_bytes(words, bits, padded)
-    room = scratch(served, padded, wide)
+    room = scratch(served, padded, wide, 1)
     rounded, scale, base, rounding = room[3], room[4], room[5], (size, bits, wide)
     known, part = -1, np.empty(SERVED * LANES, np.float32)
     for p in range(pages.shape[0]):
@@ -52,7 +52,7 @@ def _pages(queries, head, form, count, pages, page, out_of):
             group, row = row // rows, row - inside
             if group != known:
                 at, by_at = low_at + group * low_step, step_at + group * step_step
-                round_group(queries, rounding, (low, at), (step, by_at), grid_of, room)
+                round_group(queries, rounding, (low, at), (step, by_at), grid_of, room, 0)
                 known = group
             codes = packed_at + group * group_step + (row - group * rows) * 4 * words
             for g in range(0, served, SERVED):

@@ -250,18 +250,22 @@ def tile_logits(
                     place = builder.add(builder.mul(words_, number(t)), word)
                     builder.store(builder.load(builder.gep(codes_from, [place]), align=1), word_of[t])
                     ask_for(builder, builder.gep(codes_from, [builder.add(place, lines_ahead_)]))
-                with cgutils.for_range(builder, planes) as plane:
-                    place = builder.add(builder.mul(plane.index, words_), word)
-                    numbers = []
+                with cgutils.for_range(builder, builder.lshr(planes, number(1))) as pair:
+                    for odd in range(2):  # of 2, 4 or 8 planes
+                        add_plane(word, builder.add(builder.shl(pair.index, number(1)), number(odd)))
+
+            def add_plane(word, plane):
+                place = builder.add(builder.mul(plane, words_), word)
+                numbers = []
+                for k in range(heads):
+                    of_head = builder.gep(rounded_from, [builder.add(place, builder.mul(gap, number(k)))])
+                    numbers.append(splat(builder, builder.load(of_head, align=1), WORDS))
+                for t in range(many):
+                    codes = builder.load(word_of[t])
+                    builder.store(builder.lshr(codes, shift), word_of[t])
+                    codes = builder.and_(codes, mask)
                     for k in range(heads):
-                        of_head = builder.gep(rounded_from, [builder.add(place, builder.mul(gap, number(k)))])
-                        numbers.append(splat(builder, builder.load(of_head, align=1), WORDS))
-                    for t in range(many):
-                        codes = builder.load(word_of[t])
-                        builder.store(builder.lshr(codes, shift), word_of[t])
-                        codes = builder.and_(codes, mask)
-                        for k in range(heads):
-                            sums[t][k].add(codes, numbers[k])
+                        sums[t][k].add(codes, numbers[k])
 
             with cgutils.for_range_slice(builder, number(0), words_, at_once, intp=words_.type) as (first, _):
                 for one in every_sum:
@@ -313,12 +317,12 @@ def _of_grid(typing, levels, grid, place, other):
 
 
 @njit(inline="always")
-def round_group(queries, form, low_of, step_of, grid_of, room):
+def round_group(queries, form, low_of, step_of, grid_of, room, slot):
     """Query heads, rounded for one group, whose levels are on a grid (`kernels.quantized_keys.level_grid`) if they are
     of 8 bits.
 
     queries: flat, the place of the first, how many, and the numbers of one; form: channels, bits, and bytes of a
-    rounded query; low_of, step_of, grid_of: each flat, with a place; room: see `scratch`.
+    rounded query; low_of, step_of, grid_of: each flat, with a place; room, slot: see `scratch`.
     """
     (query, first, share, padded), (size, bits, wide), (low, low_at) = queries, form, low_of
     (step, step_at), (grid, grid_at), (lows, steps, numbers, rounded, scale, base) = step_of, grid_of, room
@@ -329,8 +333,10 @@ def round_group(queries, form, low_of, step_of, grid_of, room):
         put(steps, d, read(step, step_at + d) * _of_grid(step, grid, pace_at + d, ONE))
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     for g in range(0, share, SERVED):
-        served, q = min(SERVED, share - g), first + g * padded
-        _round_queries(served, query, q, lows, steps, padded, middle, numbers, rounded, g * wide, wide, scale, base, g)
+        served, q, to = min(SERVED, share - g), first + g * padded, slot * share + g
+        _round_queries(
+            served, query, q, lows, steps, padded, middle, numbers, rounded, to * wide, wide, scale, base, to
+        )
 
 
 @njit
@@ -340,13 +346,13 @@ def rounded_bytes(words, bits, padded):
 
 
 @njit
-def scratch(share, padded, wide):
-    """Return what `_ask` fills: levels and products `[padded]`, rounded queries of `wide` bytes, factors and bases
-    `[G]`."""
+def scratch(share, padded, wide, slots):
+    """Return what `round_group` fills: levels and products `[padded]`, rounded queries of `wide` bytes, factors and
+    bases `[slots,G]`, of as many groups."""
     lows, steps, numbers = (
         np.zeros(padded, np.float32),
         np.zeros(padded, np.float32),
         np.empty(SERVED * padded, np.float32),
     )
-    rounded = np.zeros(share * wide, np.uint8)
-    return lows, steps, numbers, rounded, np.empty(share, np.float32), np.empty(share, np.float32)
+    rounded, count = np.zeros(slots * share * wide, np.uint8), slots * share
+    return lows, steps, numbers, rounded, np.empty(count, np.float32), np.empty(count, np.float32)

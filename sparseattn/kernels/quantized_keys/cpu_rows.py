@@ -108,7 +108,7 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
     valid, valid_at = known
     share, padded = query.shape[1:]
     wide = rounded_bytes(words, bits, padded)
-    room = scratch(share, padded, wide)
+    room = scratch(share, padded, wide, 2)
     rounded, scale, base = room[3], room[4], room[5]
     flat, tiles, pages = query.reshape(-1), rows // LANES, rows // page
     queries, rounding = (flat, h * share * padded, share, padded), (size, bits, wide)
@@ -118,8 +118,18 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
     lines_ahead = 0 if scattered else LINES_AHEAD  # groups of a store lie anywhere, of a sample apart
     own = np.empty(1 if alone else SERVED * rows, np.float32)
     masses = np.empty(LANES, np.float32)
-    for group in range(first, last, apart):
-        place, row, to = np.intp(group), valid_at + group * rows, out_at + (group - first) // apart * pages
+    count = (last - first + apart - 1) // apart
+    # A group's queries are rounded while the rows of the group before are multiplied, of which neither waits.
+    for turn in range(count + 1):
+        group, slot = first + turn * apart, turn & 1
+        place = np.intp(places[group]) if shared and turn < count else np.intp(group)
+        if turn < count and place >= 0:
+            at, by_at = low_at + place * low_step, step_at + place * step_step
+            round_group(queries, rounding, (low, at), (step, by_at), grid_of, room, slot)
+        if turn == 0:
+            continue
+        group, slot = group - apart, 1 - slot
+        place, row, to = np.intp(group), valid_at + group * rows, out_at + (turn - 1) * pages
         ahead = np.intp(-1)
         if group + AHEAD * apart < last:
             ahead = np.intp(places[group + AHEAD]) if shared else np.intp(group + AHEAD * apart)
@@ -133,21 +143,20 @@ def score_part(query, h, head, form, places, groups, page_unit, out_of):
                 for g in range(share):
                     out[to + g * out_step : to + g * out_step + pages] = -np.inf
                 continue
-        at, by_at = low_at + place * low_step, step_at + place * step_step
-        round_group(queries, rounding, (low, at), (step, by_at), grid_of, room)
         codes = packed_at + place * group_step
         for g in range(0, share, SERVED):
-            served, rounded_at = min(SERVED, share - g), g * wide
+            served, mine = min(SERVED, share - g), slot * share + g
+            rounded_at = mine * wide
             into, into_at, head_step = (out, to + g * out_step, out_step) if alone else (own, np.intp(0), np.intp(rows))
             for t in range(0, paired, 2):
                 tile_logits(
-                    2, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base, g,
-                    valid, row + t * LANES, into, into_at + t * LANES, head_step, np.intp(lines_ahead),
+                    2, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base,
+                    mine, valid, row + t * LANES, into, into_at + t * LANES, head_step, np.intp(lines_ahead),
                 )  # fmt: skip
             for t in range(paired, tiles):
                 tile_logits(
-                    1, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base, g,
-                    valid, row + t * LANES, into, into_at + t * LANES, head_step, np.intp(lines_ahead),
+                    1, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base,
+                    mine, valid, row + t * LANES, into, into_at + t * LANES, head_step, np.intp(lines_ahead),
                 )  # fmt: skip
             if alone:
                 continue
