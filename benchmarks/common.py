@@ -13,7 +13,7 @@ import torch
 from benchmarks.measure import last_cache
 from benchmarks.records import RESULTS
 from sparseattn.core.budget import budget_record
-from sparseattn.cost_model.environment import features, kernels, machine, versions
+from sparseattn.cost_model.environment import features, idle_threads, kernels, machine, versions
 from sparseattn.kernels.attend.dispatch import ATTEND
 from sparseattn.utils.devices import usable_device
 
@@ -76,6 +76,7 @@ def header(options: argparse.Namespace, question: str) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
         "features": features(),
+        "idle_threads": idle_threads(),
         "kernels": kernels(),
         "load": {"before": os.getloadavg()},
     }

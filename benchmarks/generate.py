@@ -49,7 +49,7 @@ from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
 from sparseattn.core.budget import budget_record, parse_budget
-from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.cost_model.environment import features, idle_threads, machine, versions
 from sparseattn.models.load import load_model
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.models.prefill import Prefill
@@ -343,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "versions": versions(),
         "machine": machine(),
         "features": features(),
+        "idle_threads": idle_threads(),
     }
     path = options.results / f"generate-{name_of(options)}-{record['dtype']}-{model.device.type}.json"
     records.save(record, path)

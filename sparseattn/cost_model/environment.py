@@ -74,3 +74,8 @@ def features() -> list[str]:
         return []
     flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
     return [name for name in FEATURES if name in flags]
+
+
+def idle_threads() -> str:
+    """Return "sleep" where OpenMP's idle threads are told to, else "spin": they do for a while, and wake sooner."""
+    return "sleep" if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else "spin"
