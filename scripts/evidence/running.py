@@ -85,7 +85,7 @@ def _one(step: Step, results: Path, work: Path) -> None:
     folder = step.folder(work)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}  # so that threads wait as a user's do
     with open(folder / LOG, "wb") as log:
         for words in step.runs(folder):
             status = subprocess.run(words, cwd=REPOSITORY, stdout=log, env=environment).returncode
