@@ -240,7 +240,7 @@ def _index(shape: Shape, rows: int) -> QuantizedKeys:
 
 
 def _sums(shape: Shape) -> list[Probe]:
-    made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.float16
+    made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.bfloat16  # as methods keep them
     least, size = 16, shape.size
     subspaces = size // math.gcd(size, 8)  # of eight channels, or of as many as divide the head
     query, turn = torch.randn(shape.query().shape), torch.eye(size, dtype=kind).expand(shape.batch, shape.heads, -1, -1)

@@ -142,7 +142,9 @@ def test_a_knob_is_no_part_of_what_is_saved(tmp_path: Path) -> None:
     assert loaded.selector.beam == 7
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float64], ids=str
+)
 def test_rows_of_another_dtype_do_not_go_on(dtype: torch.dtype, tmp_path: Path) -> None:
     queries, keys, values = (part.to(dtype) for part in rows())
     cache = made(Quest(8))

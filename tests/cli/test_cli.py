@@ -700,6 +700,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
+# Where nothing before it ran what is compiled here, that cannot be kept either.
+@pytest.mark.filterwarnings("ignore:what numba compiles cannot be kept:RuntimeWarning")
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

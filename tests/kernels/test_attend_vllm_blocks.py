@@ -163,6 +163,13 @@ def test_attention_over_single_rows_is_attention_over_them(
 
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    """`[256]`: all numbers of 8-bit floats, subnormal ones too, and 0 in place of what is none."""
+    return torch.arange(256).to(torch.uint8).view(dtype).float().nan_to_num(0, 0, 0).to(dtype)
+
+
 # Each kernel is compiled for each: in the fast run for one, where all numbers of both are read by a test of their own.
 BYTE_FLOATS = pytest.mark.parametrize(
     "dtype", [EIGHT_BITS[0], pytest.param(EIGHT_BITS[1], marks=pytest.mark.slow)], ids=str
@@ -199,13 +206,12 @@ def test_rows_of_8_bit_floats_are_attended_to_as_the_numbers_that_they_stand_for
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@BYTE_FLOATS
 @pytest.mark.parametrize("own", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_every_8_bit_float_is_read_as_it_is(own: torch.dtype, dtype: torch.dtype, packing: str) -> None:
     """A sequence of one row, whose value is the output, also in bfloat16, which holds them all; subnormal numbers are
     none the less."""
-    every = torch.arange(256).to(torch.uint8).view(dtype).float()
-    row = every.nan_to_num(0, 0, 0).to(dtype).expand(1, 1, 32, 256)
+    row = every_number(dtype).expand(1, 1, 32, 256)
     cache = replace(packed(row, row, packing), dtype=own)
     one, none = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 0, dtype=torch.int32)
     pages = StepPages(32, 32, none, one, torch.tensor([1], dtype=torch.int32), torch.tensor([0]))
@@ -413,6 +419,18 @@ def test_bounds_of_8_bit_floats_are_those_of_the_numbers_that_they_stand_for(dty
     rows = cache.keys(torch.arange(8), 32)
     assert torch.equal(low, rows.amin(2))
     assert torch.equal(high, rows.amax(2))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_every_8_bit_float_is_read_as_it_is_for_bounds(dtype: torch.dtype, packing: str) -> None:
+    """Of a page whose rows are alike. All kernels read as this one does, which is compiled the fastest."""
+    row = every_number(dtype).expand(1, 1, 32, 256)
+    low, high = torch.full((2, 1, 1, 256), 7.0, dtype=torch.bfloat16)
+    cache = replace(packed(row, row, packing), dtype=torch.bfloat16)
+    write_bounds(cache, PageBounds(low, high), torch.arange(1), 32, "numba")
+    for bound in (low, high):
+        torch.testing.assert_close(bound[0, 0].float(), row[0, 0, 0].float(), rtol=0, atol=0)
 
 
 class Tight(Quest):

@@ -33,7 +33,9 @@ def test_compiled_names_are_of_centroids_as_near_as_the_references(rows: int, su
     assert torch.equal(codebooks.paired(codebooks.nearest(keys, books)).mT, expected)
 
 
-@pytest.mark.parametrize(("rows", "subspaces", "size", "centroids"), [(333, 3, 4, 256), (50, 1, 6, 21), (700, 2, 5, 300)])
+@pytest.mark.parametrize(
+    ("rows", "subspaces", "size", "centroids"), [(333, 3, 4, 256), (50, 1, 6, 21), (700, 2, 5, 300)]
+)
 def test_names_of_any_number_of_centroids_are_the_references(
     rows: int, subspaces: int, size: int, centroids: int
 ) -> None:

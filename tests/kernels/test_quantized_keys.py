@@ -158,10 +158,14 @@ def test_nothing_is_lost_where_the_query_needs_no_rounding(shape: tuple) -> None
     assert off(found, expected).max() <= 2e-6 * index.query.shape[-1] ** 0.5 * 2000
 
 
+# The choice is compiled for each dtype of queries: in the fast run for that of which the laws are.
+@pytest.mark.parametrize("dtype", [fp32, pytest.param(bf16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("page", [1, 2, 16, 32])
 @pytest.mark.parametrize("group", GROUPS)
-def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = Index(2, 3, 7, 32, 64, bf16, 8 if page == 2 else 16)
+def test_scores_are_the_vote_on_the_masses_of_pages(
+    group: str, page: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = Index(2, 3, 7, 32, 64, dtype, 8 if page == 2 else 16)
     logits = quantized_keys.logits(*index.inputs, impl="numba")
     masses = logits.unflatten(-1, (-1, page)).logsumexp(-1)
     expected = vote(masses, group, "torch")
@@ -493,6 +497,6 @@ INNER = (  # one of each kind, all of bfloat16: numba compiles for other dtypes 
     "test_logits_are_the_specifications_within_the_bound[shape3]",
     "test_logits_are_the_specifications_within_the_bound[shape4]",
     "test_sums_of_the_largest_products_do_not_overflow",
-    "test_scores_are_the_vote_on_the_masses_of_pages[softmax-16]",
+    "test_scores_are_the_vote_on_the_masses_of_pages[softmax-16-bf16]",
     "test_best_rows_are_the_highest[4000-100]",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,10 +85,6 @@ def lives(names: dict[str, Any], size: int) -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
-    from transformers import LlamaForCausalLM  # noqa: F401 -- imported for both
+    from transformers import LlamaForCausalLM  # noqa: F401 -- imported once for both
 
-    for rank in range(1, int(os.environ["WORLD_SIZE"])):
-        if not os.fork():
-            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-            break
     main(lives)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,29 +14,17 @@ from sparseattn.core.context import Heads, LayerContext
 from sparseattn.models.errors import ModelError
 from sparseattn.models.tensor_parallel import HeadShare
 from sparseattn.roles.roles import Roles
-from tests import ROOT
 from tests.models.tiny import small
+from tests.ranks import found
 
 COMPARING = ["exact:group=layer", "delta", "lessismore", "tova", "infllm", "kascade:anchors=[0]"]
-
-
-def found(folder: Path, names: dict[str, Any]) -> dict[str, list[Any]]:
-    """What two processes found, by life. The second is forked from the first, so that imports are made once."""
-    given = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.head_lives", str(folder), json.dumps(names)],
-        cwd=ROOT, env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    of_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    return {name: [own[name] for own in of_rank if name in own] for name in of_rank[0]}
 
 
 def check(tmp_path: Path, generate: list[tuple[str, str]], refused: list[str], new: int) -> None:
     small("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "store").mkdir()
     names = {"model": str(tmp_path / "model"), "generate": generate, "refused": refused, "new": new}
-    lives = found(tmp_path / "store", names)
+    lives = found("tests.models.head_lives", tmp_path / "store", 2, names, 300)
     for selector, way in generate:
         for own in lives[f"{selector} {way}"]:
             assert own["tokens"], (selector, way, own)

@@ -391,18 +391,27 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     again = run(*SHORT, "--error", "10%", "--out", tmp_path, "--json")
     assert (tmp_path / "recommend.jsonl").read_bytes() == lines, "nothing was measured again"
     assert json.loads(again.stdout)["layers"] == plan.records()
-    tighter = run(*SHORT, "--error", "2%", "--out", tmp_path)
-    assert tighter.exit_code == 0, tighter.output
-    more = (tmp_path / "recommend.jsonl").read_bytes()
-    assert more.startswith(lines)
-    assert more.count(b'"frontier"') == lines.count(b'"frontier"')
-    assert Plan.load(tmp_path / "plan.json").made["cost"]["plan"] > made["cost"]["plan"]
     begun = b"".join(lines.splitlines(keepends=True)[:12])
     (tmp_path / "stopped").mkdir()
     (tmp_path / "stopped" / "recommend.jsonl").write_bytes(begun)
     resumed = run(*SHORT, "--error", "10%", "--out", tmp_path / "stopped", "--json")
     assert json.loads(resumed.stdout)["layers"] == plan.records(), "stopped amid the layers, it comes to the same"
     assert (tmp_path / "stopped" / "recommend.jsonl").read_bytes().startswith(begun)
+    other = run(*SHORT, "--last", 9, "--out", tmp_path)
+    assert other.exit_code == 2
+    assert "is of another last (8, now 9)" in " ".join(other.output.split())
+
+
+@pytest.mark.slow
+def test_other_bounds_measures_and_machines_go_on_from_the_same_records(tmp_path: Path) -> None:
+    assert run(*SHORT, "--error", "10%", "--out", tmp_path).exit_code == 0
+    plan, lines = Plan.load(tmp_path / "plan.json"), (tmp_path / "recommend.jsonl").read_bytes()
+    tighter = run(*SHORT, "--error", "2%", "--out", tmp_path)
+    assert tighter.exit_code == 0, tighter.output
+    more = (tmp_path / "recommend.jsonl").read_bytes()
+    assert more.startswith(lines)
+    assert more.count(b'"frontier"') == lines.count(b'"frontier"')
+    assert Plan.load(tmp_path / "plan.json").made["cost"]["plan"] > plan.made["cost"]["plan"]
     for more, unit in (
         (["--measure", "top", "--by", "layer", "--error", "30%"], "bytes"),
         (["--machine", "a100", "--context", "64k", "--batch", 64, "--error", "20%"], "seconds"),
@@ -417,9 +426,6 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     assert "predicted cost" in (tmp_path / "other.md").read_text()
     everything = (tmp_path / "recommend.jsonl").read_bytes()
     assert everything.count(b'"frontier"') == lines.count(b'"frontier"')
-    other = run(*SHORT, "--last", 9, "--out", tmp_path)
-    assert other.exit_code == 2
-    assert "is of another last (8, now 9)" in " ".join(other.output.split())
 
 
 def test_a_plan_by_bytes_is_tried_where_no_prediction_is_faster_and_too_few_windows_are_said(tmp_path: Path) -> None:
