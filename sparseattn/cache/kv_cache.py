@@ -235,9 +235,10 @@ class KVCache(CacheEdits):
 
         Args:
             keys, values: `[B,H,n,D]`, keys after RoPE.
-            queries: `[B,H,G,n,D]` of the same tokens, if the selector has a `queries_share`, and until the first seal
-                if it or the codec has `last_queries`; ignored otherwise. Those of sampled rows
-                (`query_buffers.sampled`) are kept until their rows are sealed, the prompt's last until the first seal.
+            queries: `[B,H,G,n,D]` of the same tokens, if the selector has a `queries_share` (where it learns once,
+                until every sequence has sealed rows), and until the first seal if it or the codec has `last_queries`;
+                ignored otherwise. Those of sampled rows (`query_buffers.sampled`) are kept until their rows are sealed,
+                the prompt's last until the first seal.
             positions: `[B,n]` integers, rising along real rows; a negative one marks padding, which is not stored.
                 Default: no padding, counting on from the newest row.
 

@@ -376,6 +376,7 @@ class StoredRows:
         for state in self._states():
             state.take(index)
         self.zones.take(index.tolist())
+        self.queries.forget_unwanted(self.zones.sealed)
         self.publish()
 
     def clone(self) -> StoredRows:

@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
         share, last = input_checks.queries_wanted(selector)
         if share == 1 and last:  # no query of the prompt is missing, however wide the window
             last = max(last, unsealed)
-        return cls(share, last if codec is None else max(last, codec.last_queries), last, selector.learns_once)
+        return cls(share, last if codec is None else max(last, codec.last_queries), last, selector.all_learn_once)
 
 
 class WaitingQueries:
@@ -87,11 +87,9 @@ class WaitingQueries:
         """Give away the sampled queries `[B,H,G,m,D]` of the rows being sealed, at `positions` `[B,n]`, and their
         positions `[B,m]`, on `device` if that is not None; before, sealed: rows that were sealed, and that are."""
         if not self.sampling(before):
-            self.sampled.reset()  # of sequences that are there no more
             return None, None
         queries, at = self.sampled.hand_over(positions)
-        if not self.sampling(sealed):
-            self.sampled.reset()
+        self.forget_unwanted(sealed)
         if device is not None and queries.device != device:
             there = torch.empty(queries.shape, dtype=queries.dtype, device=device)
             for b in range(queries.shape[0]):
@@ -130,6 +128,11 @@ class WaitingQueries:
             self.last.drop(gone)
         if self.sampling(sealed):
             self.sampled.drop(positions())
+
+    def forget_unwanted(self, sealed: Sequence[int]) -> None:
+        """Free the sample's queries where none are wanted any more, so many rows of each sequence being sealed."""
+        if self.sampled.allocated and not self.sampling(sealed):
+            self.sampled.reset()
 
     def states(self) -> tuple[State, State]:
         """Return what is kept of each sequence."""

@@ -13,6 +13,7 @@ import torch
 from sparseattn.kernels.attend.dispatch import ATTEND
 from sparseattn.kernels.implementations import why_not_numba, why_not_triton
 from sparseattn.utils.devices import processor, usable_device
+from sparseattn.utils.idle_threads import spin
 
 PACKAGES = (
     *("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib"),
@@ -77,5 +78,5 @@ def features() -> list[str]:
 
 
 def idle_threads() -> str:
-    """Return "sleep" where OpenMP's idle threads are told to, else "spin": they do for a while, and wake sooner."""
-    return "sleep" if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else "spin"
+    """Return "spin" or "sleep", what OpenMP's idle threads do for a while."""
+    return "spin" if spin() else "sleep"

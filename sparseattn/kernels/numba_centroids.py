@@ -16,8 +16,17 @@ from numba.extending import intrinsic
 
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import read
-from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, WORDS, every, place_in, splat, times_plus
-from sparseattn.kernels.product_codes.cpu_registers import FEATURES
+from sparseattn.kernels.numba_vectors import (
+    FEATURES,
+    FLOAT,
+    FLOATS,
+    LANES,
+    WORDS,
+    every,
+    place_in,
+    splat,
+    times_plus,
+)
 
 # Sums that are held at once, of so many outputs with so many registers of vectors: 24 of the 32 registers of AVX-512, 8
 # halves of the 16 of AVX2 (a register of 16 numbers is two of those).
@@ -58,19 +67,19 @@ def _sums(context, builder, outputs, first, vectors, size):
 
 
 @intrinsic
-def multiply(typing, matrix, biases, blocks, vectors, first, size, out):
+def multiply(typing, matrix, biases, blocks, vectors, size, out):
     """Write `biases` plus the products of a matrix with `VECTORS` vectors to `out` `[OUTPUTS * blocks,VECTORS]`.
 
-    matrix: `[OUTPUTS * blocks,D]`; biases: `[OUTPUTS * blocks]`; vectors: `[D,VECTORS]` from place `first` on; size: D.
+    matrix: `[OUTPUTS * blocks,D]`; biases: `[OUTPUTS * blocks]`; vectors: `[D,VECTORS]`; size: D.
     All are flat and float32.
     """
 
     def code(context, builder, signature, arguments):
-        matrix_, biases_, blocks_, vectors_, first_, size_, out_ = arguments
+        matrix_, biases_, blocks_, vectors_, size_, out_ = arguments
         with cgutils.for_range(builder, blocks_) as block:
             output = builder.mul(block.index, ir.Constant(block.index.type, OUTPUTS))
             given = (matrix, matrix_), (biases, biases_), output
-            found = _sums(context, builder, given, first_, (vectors, vectors_), size_)
+            found = _sums(context, builder, given, ir.Constant(size_.type, 0), (vectors, vectors_), size_)
             for j, mine in enumerate(found):
                 for stripe, total in enumerate(mine):
                     at = builder.add(output, ir.Constant(output.type, j))
@@ -79,7 +88,7 @@ def multiply(typing, matrix, biases, blocks, vectors, first, size, out):
                     builder.store(total, place_in(context, builder, out, out_, at, FLOATS), align=4)
         return context.get_dummy_value()
 
-    return types.void(matrix, biases, types.intp, vectors, types.intp, types.intp, out), code
+    return types.void(matrix, biases, types.intp, vectors, types.intp, out), code
 
 
 @intrinsic
@@ -87,16 +96,13 @@ def nearest_centroids(typing, less, halves, begin, blocks, vectors, first, size,
     """Write which centroid is nearest to each of `VECTORS` vectors, of several the first, to `out` int32.
 
     less: centroids taken from 0, `[K,D]` flat; halves: half of their squared lengths; begin: the number of the first
-    centroid among them; blocks: `OUTPUTS` centroids each; vectors, first, size: as `multiply` takes them.
+    centroid among them; blocks: `OUTPUTS` centroids each; vectors: `[D,VECTORS]` from place `first` on; size: D.
     """
 
     def code(context, builder, signature, arguments):
         less_, halves_, begin_, blocks_, vectors_, first_, size_, out_ = arguments
         least = [cgutils.alloca_once_value(builder, every(FLOATS, float("inf"))) for _ in range(STRIPES)]
         place = [cgutils.alloca_once_value(builder, every(WORDS, 0)) for _ in range(STRIPES)]
-        for stripe in range(STRIPES):  # which come here again
-            builder.store(every(FLOATS, float("inf")), least[stripe])
-            builder.store(every(WORDS, 0), place[stripe])
         with cgutils.for_range(builder, blocks_) as block:
             number = builder.mul(block.index, ir.Constant(block.index.type, OUTPUTS))
             given = (less, less_), (halves, halves_), builder.add(begin_, number)
@@ -118,11 +124,11 @@ def nearest_centroids(typing, less, halves, begin, blocks, vectors, first, size,
 
 
 @njit
-def lay_out(rows, at, step, left, first, size, out):
-    """Write channels `first` to `first + size` of the vectors `at`, `at + step`, ... of `rows` to `out`
-    `[size,VECTORS]`, of which `left` are there; the last one stands for those that are not."""
+def lay_out(rows, at, step, left, size, out):
+    """Write the `size` channels of the vectors `at`, `at + step`, ... of `rows` to `out` `[size,VECTORS]`, of which
+    `left` are there, 1 or more; the last one stands for those that are not."""
     for i in range(VECTORS):
-        row = at + min(i, left - 1) * step + first
+        row = at + min(i, left - 1) * step
         for c in range(size):
             out[c * VECTORS + i] = read(rows, row + c)
 

@@ -6,11 +6,12 @@ import functools
 import importlib
 import itertools
 import math
-import os
 import threading
 
 import numba
 import torch
+
+from sparseattn.utils import idle_threads
 
 ONE_AT_A_TIME = threading.RLock()  # numba's plainest threads, all it has on some machines, abort where two callers meet
 LET = threading.local()  # `threads`: what numba was last told in this thread, as telling it takes long (`use_threads`)
@@ -24,7 +25,7 @@ ASLEEP, SPINNING, STEP = 2_000_000, 400_000, 150_000
 def spins() -> bool:
     """Return whether idle threads of compiled loops spin: OpenMP's, which torch shares, unless they are told to
     sleep."""
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+    if not idle_threads.spin():
         return False
     asked = numba.config.THREADING_LAYER
     layers = numba.config.THREADING_LAYER_PRIORITY if asked in ("default", "threadsafe") else [asked]

@@ -8,10 +8,14 @@ These functions write LLVM's instructions; numba compiles them into the kernels 
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 
+# What numba compiles for: `NUMBA_CPU_FEATURES`, or the machine's.
+FEATURES = set((numba.config.CPU_FEATURES or get_host_cpu_features()).split(","))
 LANES = 16  # of a register of 64 bytes
 LOWEST = float(np.float32(-3e38))  # taken from -inf: -inf less itself is no number
 MAGIC = 1.5 * 2**23  # added to a float32, it leaves the nearest integer in the lowest bits

@@ -287,7 +287,7 @@ class Selector(Stateful, Named, ABC):
         return share, max((part.last_queries for part in learners), default=0)
 
     @property
-    def learns_once(self) -> bool:
+    def all_learn_once(self) -> bool:
         """Whether queries of sampled rows count for nothing behind the first seal, for it and its parts."""
         return all(part.learns_once for part in self.find(LearnsFromQueries) if part.queries_share)
 

@@ -69,7 +69,7 @@ def seal(model: list[Sequence], cache: KVCache, first: bool) -> None:
     slack = span - 1 if len({rows % span for rows in waiting}) > 1 else 0
     if max(waiting) < (1 if first else cache.seal_rows) + slack:
         return
-    over = cache.selector.learns_once and all(one.sealed for one in model)
+    over = cache.selector.learns and cache.selector.all_learn_once and all(one.sealed for one in model)
     for one, rows in zip(model, waiting, strict=True):
         low = cache.sink + one.sealed
         one.asked.append(not over)
@@ -342,3 +342,49 @@ def test_padding_of_sequences_out_of_phase_stays_below_a_span_each() -> None:
         cache.append(*torch.randn(2, 16, 1, 1, D))
         cache.seal()
     assert cache.keys.shape[2] <= 520 + 2 * 16
+
+
+class _Composed(LearnsFromQueries, Selector):
+    """Learns once itself, around a part that may not."""
+
+    part_names = ("part",)
+    queries_share, learns_once = 0.5, True
+
+    def __init__(self, part: Selector) -> None:
+        self.part = part
+
+    def append(self, rows: Rows) -> None:
+        self.part.append(rows)
+
+    def select(self, query, step, budget):
+        raise AssertionError("not asked here")
+
+
+class _Behind(Quest, LearnsFromQueries):
+    queries_share, learns_once = 0.5, True
+
+
+@pytest.mark.parametrize(
+    ("selector", "once"),
+    [
+        (_Composed(SampledBuckets(0.25)), False),  # which wants those of every seal
+        (_Composed(Watched(0.25, True, 0, learns_once=True)), True),
+        (_Composed(Quest(4)), True),
+        (_Behind(), True),
+    ],
+    ids=["part does not", "both do", "part has no queries", "base behind"],
+)
+def test_a_method_learns_once_if_all_of_its_parts_do(selector: Selector, once: bool) -> None:
+    assert selector.all_learn_once is once
+    cache = KVCache(selector, sink=0, window=0, seal=16)
+    at = torch.arange(32).expand(2, -1).clone()
+    at[1, :] -= 28  # the second sequence has four rows, and seals none
+    keys, values = torch.randn(2, 2, 1, 32, D)
+    queries = torch.randn(2, 1, 2, 32, D)
+    wanted = cache.stored.queries.wanted
+    cache.append(keys, values, queries, at)
+    assert wanted([16, 0])
+    assert wanted([16, 4]) is not once
+    cache.stored.zones.sealed = [16, 0]
+    cache.reorder(torch.tensor([0, 0]))
+    assert (cache.stored.queries.sampled.held.numel() == 0) is once, "what nobody will ask for is not kept"

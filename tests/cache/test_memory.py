@@ -64,7 +64,7 @@ def books(cache: KVCache) -> int:
         int(sampled(torch.arange(cache.sink + int(sealed), int(rows)), cache.selector.queries_wanted[0]).sum())
         for rows, sealed in zip(cache.lengths, cache.sealed, strict=True)
     ]
-    share, over = cache.selector.queries_wanted[0], cache.selector.learns_once and bool(cache.sealed.all())
+    share, over = cache.selector.queries_wanted[0], cache.selector.all_learn_once and bool(cache.sealed.all())
     entries = 2 * 2 * 2 * max(waiting) * 16 * cache.keys.element_size() if share and not over else 0
     return 2 * 8 * cache.keys.shape[2] + (2 * 2 + 2) * cache.stored.sealed_keys.shape[2] + entries
 

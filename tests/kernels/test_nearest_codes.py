@@ -62,9 +62,9 @@ def test_keys_are_turned_and_moved_before_they_are_named(kind: torch.dtype) -> N
     turned = torch.einsum("bhij,bhnj->bhni", turn, keys.float()) + moved[:, :, None]
     expected = codebooks.nearest(turned, books).mT
     for impl in ("numba", "torch"):
-        found = dispatch.names(keys, books, turn, moved, impl=impl)
+        found = dispatch.names(keys, books, (turn, moved), impl=impl)
         assert float((found != expected).double().mean()) < 2e-3, "by rounding alone"
-        paired = dispatch.paired_names(keys, books, turn, moved, impl=impl)
+        paired = dispatch.paired_names(keys, books, (turn, moved), impl=impl)
         assert torch.equal(paired, codebooks.paired(found.mT).mT)
 
 

@@ -48,14 +48,17 @@ def _attend_named(kinds, numbers, rows, root, scale, query_at, arenas_at, chosen
 class _Step:
     """What steps have in common: numbers for compiled code, and room for sums that nobody asks for."""
 
+    choice: BestRows | LikelyRows
+    unsure: QuantizedKeys | None
+
     def __init__(
         self, query: Tensor, coded: QuantizedKeys | RankedCodes, count: int, keys: Tensor, values: Tensor,
         bounds: Bounds, scale: float,
     ) -> None:  # fmt: skip
-        self.by_products, self.coded = isinstance(coded, RankedCodes), coded
-        self.choice = (
-            BestRows(query, coded, count) if isinstance(coded, RankedCodes) else LikelyRows(query, coded, count)
-        )
+        if isinstance(coded, RankedCodes):
+            self.choice, self.run, self.unsure = BestRows(query, coded, count), _attend_named, None
+        else:  # where rows that were not listed may be better, the votes of all choose
+            self.choice, self.run, self.unsure = LikelyRows(query, coded, count), _attend_coded, coded
         (batch, heads, group, size), lse = query.shape, torch.empty(query.shape[:3])
         self.chosen = 2, batch, heads, count
         self.keys, self.values, self.bounds, self.lse, self.factor = keys, values, bounds, lse, scale
@@ -67,15 +70,14 @@ class _Step:
     def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Selection]:
         choice, query = self.choice, query.contiguous()
         chosen, out = torch.empty(choice.lists * (2 * choice.count + 1), dtype=torch.int32), torch.empty_like(query)
-        step = _attend_named if self.by_products else _attend_coded
         with ONE_AT_A_TIME:
             use_threads(max(choice.work, self.attending + self.row * recent))
-            known = step(
+            known = self.run(
                 choice.kinds, choice.numbers, self.rows, choice.factor, self.scale, query.data_ptr(),
                 scratch(choice.arenas).data_ptr(), chosen.data_ptr(), (out.data_ptr(), self.lse_at),
             )  # fmt: skip
-        if not known and isinstance(self.coded, QuantizedKeys):  # where the votes of all rows choose
-            selection = Selection.pages(best_of_all(query, self.coded, choice.count), 1)
+        if not known and self.unsure is not None:
+            selection = Selection.pages(best_of_all(query, self.unsure, choice.count), 1)
             return attend(query, self.keys, self.values, selection, self.bounds, self.factor)[0], selection
         start, length = chosen[: 2 * choice.lists * choice.count].view(self.chosen).unbind()
         return out, Selection(start, length, 1, whole=True)

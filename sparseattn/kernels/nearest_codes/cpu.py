@@ -36,9 +36,9 @@ def _name(keys, extent, shape, turns, moved, less, halves, double, out):
         places = np.empty(VECTORS, np.int32)
         for n in range(begin, min(begin + PART, rows), VECTORS):
             left = min(VECTORS, rows - n)
-            lay_out(stored, at + n * step_n, step_n, left, 0, wide, laid)
+            lay_out(stored, at + n * step_n, step_n, left, wide, laid)
             if outputs:
-                multiply(turns[which], moved[which], outputs // OUTPUTS, laid, 0, wide, turned)
+                multiply(turns[which], moved[which], outputs // OUTPUTS, laid, wide, turned)
             vectors = turned if outputs else laid
             for s in range(subspaces):
                 first, begins = s * size * VECTORS, s * blocks * OUTPUTS
@@ -57,16 +57,16 @@ def _padded(part: Tensor, count: int, fill: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(part, (0, 0, 0, -part.shape[-2] % count), value=fill)
 
 
-def _names(keys: Tensor, books: Tensor, turn: Tensor | None, moved: Tensor | None, double: bool) -> Tensor:
+def _names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None, double: bool) -> Tensor:
     batch, heads, rows, wide = keys.shape
     subspaces, centroids, size = books.shape[2:]
     lists, centres = batch * heads, books.float()
     halves = _padded(centres.square().sum(-1, keepdim=True) / 2, OUTPUTS, torch.inf)  # those added are never nearest
     less = _padded(-centres, OUTPUTS)
-    if turn is None or moved is None:
-        turns, biases = torch.empty(lists, 0), torch.empty(lists, 0)
-    else:
-        turns, biases = (_padded(part.float(), OUTPUTS).flatten(0, 1).flatten(1) for part in (turn, moved[..., None]))
+    turns, biases = torch.empty(lists, 0), torch.empty(lists, 0)
+    if turn is not None:
+        parts = (turn[0], turn[1][..., None])
+        turns, biases = (_padded(part.float(), OUTPUTS).flatten(0, 1).flatten(1) for part in parts)
     kind = torch.uint8 if centroids <= BYTE else torch.int16
     out = torch.empty(batch, heads, -(-subspaces // 2) if double else subspaces, rows, dtype=kind)
     if not out.numel():
@@ -84,11 +84,11 @@ def _names(keys: Tensor, books: Tensor, turn: Tensor | None, moved: Tensor | Non
     return out
 
 
-def names(keys: Tensor, books: Tensor, turn: Tensor | None = None, moved: Tensor | None = None) -> Tensor:
+def names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """As `dispatch.names`."""
-    return _names(keys, books, turn, moved, False)
+    return _names(keys, books, turn, False)
 
 
-def paired_names(keys: Tensor, books: Tensor, turn: Tensor | None = None, moved: Tensor | None = None) -> Tensor:
+def paired_names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """As `dispatch.paired_names`."""
-    return _names(keys, books, turn, moved, True)
+    return _names(keys, books, turn, True)

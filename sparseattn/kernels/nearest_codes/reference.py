@@ -10,20 +10,21 @@ from sparseattn.kernels import codebooks
 CHUNK = 1 << 20  # numbers that are turned at a time: few enough to be in the processor's caches when they are named
 
 
-def names(keys: Tensor, books: Tensor, turn: Tensor | None = None, moved: Tensor | None = None) -> Tensor:
+def names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """As `dispatch.names`."""
     batch, heads, _, size = keys.shape
     parts = keys.split(max(1, CHUNK // (batch * heads * size)), 2)
-    return torch.cat([codebooks.nearest(_turned(part, turn, moved), books) for part in parts], 2).mT
+    return torch.cat([codebooks.nearest(_turned(part, turn), books) for part in parts], 2).mT
 
 
-def paired_names(keys: Tensor, books: Tensor, turn: Tensor | None = None, moved: Tensor | None = None) -> Tensor:
+def paired_names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """As `dispatch.paired_names`."""
-    return codebooks.paired(names(keys, books, turn, moved).mT).mT
+    return codebooks.paired(names(keys, books, turn).mT).mT
 
 
-def _turned(keys: Tensor, turn: Tensor | None, moved: Tensor | None) -> Tensor:
-    if turn is None or moved is None:
+def _turned(keys: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+    if turn is None:
         return keys.float()
-    shape, turn = keys.shape, turn.float().mT.flatten(0, 1)
-    return torch.baddbmm(moved[:, :, None].flatten(0, 1), keys.float().flatten(0, 1), turn).view(shape)
+    matrix, moved = turn
+    flat = torch.baddbmm(moved[:, :, None].flatten(0, 1), keys.float().flatten(0, 1), matrix.float().mT.flatten(0, 1))
+    return flat.view(keys.shape)

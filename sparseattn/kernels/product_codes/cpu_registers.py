@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
 
-from sparseattn.kernels.numba_vectors import BYTE, WORD, call, every
+from sparseattn.kernels.numba_vectors import BYTE, FEATURES, WORD, call, every
 
-# What numba compiles for: `NUMBA_CPU_FEATURES`, or the machine's.
-FEATURES = set((numba.config.CPU_FEATURES or get_host_cpu_features()).split(","))
 # Bytes of a register whose shuffle looks up bytes; 0: there is none.
 SHUFFLES = 64 if "+avx512bw" in FEATURES else 32 if "+avx2" in FEATURES else 0
 WIDTH = SHUFFLES or 32

@@ -61,7 +61,7 @@ def _kmeans(keys, weights, heads, count, subspaces, size, centroids, books):
             for c in range(size):
                 mine[n * size + c] = keys[((head * count + n) * subspaces + part) * size + c]
         for tile in range(tiles):
-            lay_out(mine, tile * VECTORS * size, size, count - tile * VECTORS, 0, size, laid[tile])
+            lay_out(mine, tile * VECTORS * size, size, count - tile * VECTORS, size, laid[tile])
         less, halves = np.empty(blocks * OUTPUTS * size, np.float32), np.empty(blocks * OUTPUTS, np.float32)
         names, places = np.full(count, -1, np.int32), np.empty(VECTORS, np.int32)
         totals, counts = np.empty(centroids * size, np.float32), np.empty(centroids, np.float32)

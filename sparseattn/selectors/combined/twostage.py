@@ -49,7 +49,7 @@ class TwoStage(ReadsKeys, Selector):
     kept in files (`index_files`), not even the first stage's. What the first stage observes, and what its tail stands
     for, is the choice of both.
 
-    Where the first stage would propose pages that are all rows, it is not asked: the second ranks every row.
+    Where the first stage would propose pages that are all rows, to a `LowBit`, it is not asked: that ranks every row.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
     stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and once a list the levels of every
@@ -170,8 +170,9 @@ class TwoStage(ReadsKeys, Selector):
         return proposed, *self._listed(proposed, query.shape[1])
 
     def _proposes_all(self, stored: int, budget: int) -> bool:
-        """Whether the first stage would propose pages that are all of so many rows: the second ranks them alone."""
-        return isinstance(self.pages, PageSelector) and self._proposed_rows(stored, budget) >= stored
+        """Whether the first stage would propose pages that are all of so many rows, and a `LowBit` ranks them."""
+        pages = type(self.pages).select in (PageSelector.select, LowBit.select)  # others may take fewer
+        return pages and isinstance(self.inside, LowBit) and self._proposed_rows(stored, budget) >= stored
 
     def _proposed_rows(self, stored: int, budget: int) -> int:
         """Rows that the first stage is to propose of so many, in whole spans."""

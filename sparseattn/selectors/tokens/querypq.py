@@ -220,7 +220,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def encode(self, keys: Tensor) -> Tensor:
         turn = self.turn.data
         moved = -(turn @ self.centre.data[..., None])[..., 0]  # [B,H,D]: what the mean key is turned into
-        return self.packed(keys, turn, moved).mT
+        return self.packed(keys, (turn, moved)).mT
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
