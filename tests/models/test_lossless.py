@@ -439,6 +439,17 @@ def test_auto_returns_to_drafts_that_pay_at_last() -> None:
     assert length.reason == ""
 
 
+def test_auto_forgets_an_unlucky_beginning() -> None:
+    """Drafts that were rejected at first and are accepted when they are tried again: two, four, and then they stay."""
+    length = AutoLength(1.0)
+    chosen = _choices(length, 20, lambda k: 0, 0.6, 0.05)
+    assert chosen == [0, 0, 2, 2] + [0] * 16
+    later = _choices(length, 80, lambda k: k, 0.6, 0.05)
+    first = next(i for i, count in enumerate(later) if count)
+    assert later[first : first + 2] == [2, 4]
+    assert 0 not in later[first:]
+
+
 def test_auto_generates_the_same_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it chooses by the clock; with attention taken for all of a step it tries drafts."""
     monkeypatch.setattr("sparseattn.models.drafts.length.LEAST_SHARE", 0.0)

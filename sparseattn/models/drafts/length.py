@@ -13,6 +13,7 @@ FIRST, PROBE = 2, 4  # drafts of a round that measures: of the first, and where 
 FEW = 0.8  # accepted
 GAIN = 1.05  # times dense decoding that drafting must promise
 FADE = 0.95  # what a round leaves of the weight of earlier ones, in the estimate of acceptance
+FORGET = 0.25  # what is left of that weight when drafting is tried again: the text may be another by then
 WAIT, LONGEST_WAIT = 64, 1024  # dense steps before drafting is tried again: at first, and at most
 AGAIN = 48  # rounds of drafts between two dense steps, which show what these take now
 LEAST_SHARE = 0.15  # of a dense step's time: where attention takes less, no draft can pay
@@ -79,7 +80,7 @@ class AutoLength(DraftLength):
     tokens. Verifications that have not been seen are on the line through those that have. First come two dense steps
     and two rounds of drafts, the first of each uncounted, as it compiles code and builds the index. The first round is
     short, and so are later trials where few drafts were accepted. Where dense steps are better, drafting is tried again
-    after some of them, each time after twice as many.
+    after some of them, each time after twice as many. Where all of a short trial was accepted then, a longer one follows.
 
     Where attention takes less than `LEAST_SHARE` of plain steps, as their clock says, nothing is drafted. On a GPU the
     host's clock does not say it, so attention is to read `LEAST_BYTES` of a step's bytes or more there.
@@ -98,6 +99,7 @@ class AutoLength(DraftLength):
         self._plan = [0, 0, FIRST, PROBE]  # rounds to come that measure
         self._warm: set[bool] = set()  # whether a dense step and a drafting round have been seen
         self._wait, self._waited, self._since = WAIT, 0, 0
+        self._again = False  # whether the round to come tries drafts again
 
     def next(self, context: int) -> int:
         """Return how many tokens to draft."""
@@ -117,7 +119,8 @@ class AutoLength(DraftLength):
         self.reason = f"no number of drafts promises {GAIN:g} times dense decoding at {context:,} tokens"
         if self._waited >= self._wait:
             self._wait, self._waited = min(2 * self._wait, LONGEST_WAIT), 0
-            self._plan = [PROBE if self.acceptance > FEW else FIRST]
+            self._hits, self._tries = FORGET * self._hits, FORGET * self._tries
+            self._plan, self._again = [PROBE if self.acceptance > FEW else FIRST], True
             return self._plan[0]
         self._waited += 1
         return 0
@@ -131,6 +134,10 @@ class AutoLength(DraftLength):
             self._hits = FADE * self._hits + sum(accepted)
             self._tries = FADE * self._tries + sum(min(count + 1, drafts) for count in accepted)
         self._since = self._since + 1 if drafts else 0
+        if drafts and self._again:
+            self._again = False
+            if drafts < PROBE and min(accepted) == drafts:
+                self._plan = [PROBE]
         if (drafts > 0) not in self._warm:
             self._warm.add(drafts > 0)
             if drafts and self.acceptance <= FEW:
