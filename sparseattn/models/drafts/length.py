@@ -80,7 +80,7 @@ class AutoLength(DraftLength):
     tokens. Verifications that have not been seen are on the line through those that have. First come two dense steps
     and two rounds of drafts, the first of each uncounted, as it compiles code and builds the index. The first round is
     short, and so are later trials where few drafts were accepted. Where dense steps are better, drafting is tried again
-    after some of them, each time after twice as many. Where all of a short trial was accepted then, a longer one follows.
+    after some of them, each time after twice as many. Where all of a short trial is accepted then, a longer one comes.
 
     Where attention takes less than `LEAST_SHARE` of plain steps, as their clock says, nothing is drafted. On a GPU the
     host's clock does not say it, so attention is to read `LEAST_BYTES` of a step's bytes or more there.
