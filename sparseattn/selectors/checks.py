@@ -19,6 +19,12 @@ def half(keys: Tensor) -> torch.dtype:
     return keys.dtype if keys.element_size() == 2 else torch.bfloat16
 
 
+def into_range(numbers: Tensor, kind: torch.dtype) -> Tensor:
+    """Return `[H]`, the powers of two, 1 or less, that bring `numbers` `[H,...]` float32 into the range of `kind`."""
+    most = numbers.abs().flatten(1).amax(1) / torch.finfo(kind).max
+    return 2.0 ** -most.log2().ceil().clamp(min=0)
+
+
 def check_least(**sizes: tuple[int, int]) -> None:
     """Refuse an argument, given with its least value, that is below it: ValueError."""
     for name, (size, least) in sizes.items():

@@ -89,6 +89,29 @@ def test_rows_sealed_later_are_coded_with_the_prompts_books_and_change_none() ->
     assert torch.equal(codebooks.paired(codebooks.nearest(turned, books["centroids"])).mT, selector.codes.data)
 
 
+@pytest.mark.parametrize("group", ["sum", "each"])
+def test_keys_of_float16_whose_products_with_queries_pass_its_range_are_found(group: str) -> None:
+    """A power of two on keys and on queries is one on every logit, so it changes no choice."""
+    query, keys, values = (part.half() for part in attention(1, 2, 3, 400, 64))
+    chosen = []
+    for times in (1, 2**8):
+        cache = KVCache(QueryPQ(share=0.5, reach=0.0, group=group), sink=4, window=8, seal=64, check=True)
+        cache.append(keys * times, values, query * times)
+        chosen.append(cache.select(query[:, :, :, -1] * times, 16).rows.sort().values)
+        assert bool(cache.selector.centroids.data.isfinite().all())
+    assert bool((chosen[0] >= 0).all())
+    assert torch.equal(*chosen)
+
+
+def test_a_head_whose_queries_are_zero_has_a_map_that_float16_holds() -> None:
+    query, keys, values = (part.half() for part in attention(1, 2, 3, 400, 64))
+    query[:, 1] = 0
+    cache = KVCache(QueryPQ(share=0.5), sink=4, window=8, seal=64, check=True)
+    cache.append(keys, values, query)
+    cache.seal()
+    assert bool(cache.selector.back.data.isfinite().all())
+
+
 def test_half_of_the_vectors_get_the_rope_of_positions_to_come() -> None:
     rope, at = replace(Rope.of(8), scaling=1.5), torch.arange(2000)
     plain = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 2000, 8)

@@ -17,7 +17,7 @@ from sparseattn.kernels import codebooks
 from sparseattn.kernels.nearest_codes import dispatch as nearest_codes
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.base import Rows, StepContext
-from sparseattn.selectors.checks import check_least, check_share, half, warn_of_keys_as_queries
+from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.window_codes import at_distance, before_rope, window_codes
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.codebook_base import Coded
@@ -104,7 +104,7 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         keys = rows.keys[0]
         learned = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
         kind = half(keys)
-        less = _within(learned["centroids"], kind)  # [H] of both, which changes no name and no product
+        less = into_range(learned["centroids"], kind)  # [H] of both, which changes no name and no product
         factor, centroids = learned["factor"] * less[:, None, None], learned["centroids"] * less[:, None, None, None]
         back = torch.linalg.inv(factor.double()).float()
         return {"factor": factor, "back": back, "centroids": centroids.to(kind)}
@@ -160,9 +160,3 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         size, every = query.shape[3], query.shape[:3].numel()
         books = self.names(size)[1]
         return Launch("names", flops=2.0 * every * (books + size * size), entries=every * sealed)
-
-
-def _within(centroids: Tensor, kind: torch.dtype) -> Tensor:
-    """`[H]`: the powers of two, 1 or less, that bring centroids `[H,1,K,D]` float32 into the range of `kind`."""
-    most = centroids.abs().amax((1, 2, 3)) / torch.finfo(kind).max
-    return 2.0 ** -most.log2().ceil().clamp(min=0)

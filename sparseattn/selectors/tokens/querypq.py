@@ -22,7 +22,7 @@ from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, RankedCodes, Tables
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
-from sparseattn.selectors.checks import check_least, check_share, half, warn_of_keys_as_queries
+from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
@@ -155,7 +155,12 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, kind = rows.keys[0], half(rows.keys)
         tensors = self.filed(keys) if self.artefact != PROMPT else self._prompts(rows)
-        return tensors | {name: tensors[name].to(kind) for name in ("back", "centroids")}
+        # A key is turned into numbers as large as its products with queries, which may be beyond float16, and queries
+        # into ones as large as they were small. A power of two from one map to the other changes no name or product.
+        by = into_range(tensors["centroids"], kind) / into_range(tensors["back"], kind)  # [H]
+        turn, back = tensors["turn"] * by[:, None, None], tensors["back"] / by[:, None, None]
+        centroids = tensors["centroids"] * by[:, None, None, None]
+        return tensors | {"turn": turn, "back": back.to(kind), "centroids": centroids.to(kind)}
 
     def _prompts(self, rows: Rows) -> dict[str, Tensor]:
         """Return what the prompt's own keys and queries say, see `codes_of`."""
