@@ -18,6 +18,7 @@ from sparseattn.cli.inputs import leading_traces, open_traces
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.recall_options import DEPTHS, LEADS, RecallOptions
 from sparseattn.cli.results import RecordFile, check_figures, own_folder, say_figure, say_records
+from sparseattn.cost_model.environment import machine
 from sparseattn.evaluation import curve_files
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.recall_sweep import Problem, check, curves
@@ -237,6 +238,9 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
     """Return synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
     if keys < 1:
         raise ValueError(f"--keys must be 1 or more, got {keys}")
+    takes, has = 8 * keys * recipe["size"] // 2**30, machine().get("memory_gib")  # keys and values in float32 alone
+    if has is not None and takes > has:
+        raise ValueError(f"--keys {keys} of --size {recipe['size']} take {takes:,} GiB, and this machine has {has}")
     for gap in gaps:
         synthetic(16, gap=gap, sinks=0, queries=1, **recipe)  # refuses now what it would refuse later
 
@@ -283,6 +287,7 @@ def _trace(
     def load() -> dict[str, list[Problem]]:
         tasks: dict[str, list[Problem]] = {DIRECTIONS[0]: [], CONTROL: []}
         for index in chosen:
+            trace.verify(index)
             layer = trace.layer(index)
             tasks[DIRECTIONS[0]].append(Problem.of(layer, trace.positions, queries, sink))
             tasks[CONTROL].append(Problem.of(layer, trace.positions, queries, sink, held_out=True))

@@ -109,9 +109,10 @@ def inspect_trace(
     """
     chosen = check_inspection(trace, sink, window, last, layers)
     settings = {"sink": sink, "window": window, "last": last, "tokens": trace.tokens}
-    heads = {
-        index: inspect_layer(trace.layer(index), trace.positions, sink, window, last, progress) for index in chosen
-    }
+    heads = {}
+    for index in chosen:
+        trace.verify(index)
+        heads[index] = inspect_layer(trace.layer(index), trace.positions, sink, window, last, progress)
     return Inspection(trace.name, settings, heads)
 
 

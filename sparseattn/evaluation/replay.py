@@ -171,6 +171,7 @@ class _Run:
 
     def layer(self, index: int, shares: Sequence[Share]) -> list[dict[str, Tensor]]:
         """Return the measures of a layer at each budget, see `_of_layer`; `shares`: which heads have which method."""
+        self.trace.verify(index)  # a changed bit would change what is measured, and nobody would see it
         layer = _on(self.place, self.trace.layer(index))
         parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
         for share in shares:

@@ -192,6 +192,7 @@ class _Noted:
 
     def _of_layer(self, index: int) -> Tensor:
         if self._loaded is None or self._loaded[0] != index:
+            self._trace.verify(index)
             layer = self._trace.layer(index)
             self._loaded = index, torch.cat([layer.keys.float(), layer.values.float()], -1)
         return self._loaded[1]

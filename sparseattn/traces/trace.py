@@ -122,7 +122,7 @@ class Trace:
         """Return the trace of the text's first `tokens` tokens, as a capture that ended there would hold it.
 
         In a causal model a token's query, key and value do not depend on what follows, unless its RoPE changes with the
-        length of the text. Layers are cut when they are loaded; there are no hashes.
+        length of the text. Layers are compared with their hashes and cut when they are loaded; a part has none.
 
         Raises:
             TraceError: not 1 to T tokens, or the trace holds no query of them.
@@ -141,6 +141,7 @@ class Trace:
             )
 
         def load(index: int) -> TraceLayer:
+            self.verify(index)  # here, as a part has no hash
             whole = self.layer(index)
             query, keys, values = whole.query[:, :, : firsts[index]], whole.keys[:, :tokens], whole.values[:, :tokens]
             ahead = None if whole.ahead is None else whole.ahead[:, :, : firsts[index]]

@@ -83,6 +83,7 @@ def _seen(
 ) -> list[Tensor]:
     """Of each decoded token: estimates of slots and logarithms of their rows `[H*G,T,S+1]`, and true weights, padded;
     the last class is what every query reads."""
+    trace.verify(index)
     layer = trace.layer(index)
     mine = selector.for_layer(LayerContext(index, trace.depth, rope=layer.rope, scale=layer.scale))
     assert isinstance(mine, EstimatesMass)  # `fit` refuses others

@@ -235,6 +235,29 @@ def test_an_interrupted_bench_keeps_older_records_and_its_own(
     assert len((tmp_path / "bench.partial.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bench --selector quest --budget 16 --window 8 --last 2 --no-figures --out",
+        "inspect --window 8 --last 2 --no-figures --out",
+        "recall --selector flat --queries 8 --k 5 --no-figures --out",
+        "recall --selector flat --queries 8 --k 5 --tokens 200 --no-figures --out",
+        "calibrate --method mass --selector quest --window 8 --last 2 --out",
+        "calibrate --method loki --out",
+    ],
+)
+def test_a_changed_bit_of_a_trace_is_said_and_nothing_is_measured_by_it(line: str, trace: Path, tmp_path: Path) -> None:
+    command, *options = line.split()
+    data = bytearray(trace.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    data[8 + size + json.loads(data[8 : 8 + size])["layers.0.keys"]["data_offsets"][0]] ^= 1
+    (tmp_path / "bad.safetensors").write_bytes(data)
+    done = run(command, tmp_path / "bad.safetensors", *options, tmp_path / "out.safetensors")
+    assert done.exit_code == 2
+    assert "bad.safetensors is a damaged trace: its layers.0.keys is not what was" in " ".join(done.output.split())
+    assert not list((tmp_path / "out.safetensors").glob("*.jsonl"))
+
+
 def test_budgets_stand_in_rising_order_once(trace: Path, tmp_path: Path) -> None:
     done = run(
         "bench",
@@ -1070,6 +1093,8 @@ def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, m
         (["--k", "8", "--selector", "quest"], "less than one span"),
         (["--keys", "many"], "--keys takes integers"),
         (["--keys", "0"], "--keys must be 1 or more"),
+        (["--keys", str(10**15)], f"--keys {10**15} of --size 32 take 238,418,579 GiB, and this machine has"),
+        (["--keys", str(10**400)], f"--keys {10**400} of --size 32 take"),
         (["--gap", "wide"], "--gap takes numbers"),
         (["--gap", "nan"], "gap is a finite number"),
         (["--seed", "x"], "--seed takes integers"),

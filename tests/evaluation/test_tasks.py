@@ -504,6 +504,24 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
+def test_a_record_that_a_full_disk_takes_a_part_of_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "eval.jsonl"
+    records = Records(path, {})
+    records.add(RECORD)
+    whole = path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 40, before[1]))  # a write beyond is cut, then refused
+    try:
+        with pytest.raises(OSError, match=r"eval\.jsonl"):
+            records.add({**RECORD, "budget": "256"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == whole
+    records.add({**RECORD, "budget": "256"})
+    assert [one["budget"] for one in Records(path, {}).found.values()] == ["64", "256"]
+
+
 @pytest.mark.parametrize(
     ("field", "sentence"),
     [

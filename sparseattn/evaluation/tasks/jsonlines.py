@@ -3,6 +3,7 @@ files that lines are appended to one by one, so that an interrupted run goes on 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -53,9 +54,17 @@ def append(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         line = json.dumps(record, allow_nan=False)
     except ValueError:
         raise ValueError(f"what was measured cannot be kept in {path}: a number of it is NaN or infinite") from None
+    left = memoryview((line + "\n").encode())
     with naming(path), open(path, "ab", buffering=0) as file:
-        file.write((line + "\n").encode())  # in one piece: a run that is killed leaves all of it or none
-        os.fsync(file.fileno())
+        whole = os.fstat(file.fileno()).st_size
+        try:
+            while left:  # in one piece, as a rule: a run that is killed leaves all of it or none
+                left = left[file.write(left) :]  # a disk that fills up takes a part, and says so at the rest
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(whole)  # no later line is to stand behind a part of this one
+            raise
     kept: dict[str, Any] = json.loads(line)
     return kept
 
