@@ -49,7 +49,7 @@ def test_bytes_and_rows_are_those_of_the_step(case: Case) -> None:
 @pytest.mark.parametrize("spec", ["quest", "lowbit", "pq", "sparq", "loki", "twostage", "h2o", "retroinfer"])
 def test_more_context_and_budget_cost_more(spec: str) -> None:
     selector, shape = make_selector(spec), Shape(1, 8, 4, 128)
-    costs = [step_cost(selector, shape, *point) for point in ((16_384, 512), (16_384, 1024), (65_536, 1024))]
+    costs = [step_cost(selector, shape, *point) for point in ((8192, 512), (8192, 1024), (65_536, 1024))]
     assert all(a.bytes < b.bytes for a, b in itertools.pairwise(costs))
     assert all(a.count == b.count for a, b in itertools.pairwise(costs))
 

@@ -31,7 +31,7 @@ from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
 from sparseattn.kernels.quantized_keys.packing import pack
 from sparseattn.selectors.base import vote
-from tests.cases import Buckets, Same, SampledBuckets, attention, drawn, heads
+from tests.cases import Buckets, Same, SampledBuckets, drawn, heads
 
 B, H, G, N, D = 2, 2, 3, 256, 32
 
@@ -424,21 +424,3 @@ def test_row_buffers_of_a_part_in_a_part_reorder_once() -> None:
     cache.reorder(torch.tensor([1, 0]))
     for name, state in inner.buffers():
         assert torch.equal(state.data, before[name][[1, 0]])
-
-
-def test_pages_that_would_be_all_rows_are_not_asked() -> None:
-    """The second stage ranks every row then, as it does alone, and nothing else is read."""
-    query, keys, values = attention(1, 2, 3, 320, 64)
-    chosen = []
-    for spec in ("twostage:pages=quest,times=8", "lowbit"):
-        cache = KVCache(spec, sink=0, window=0, seal=64)
-        cache.append(keys, values)
-        cache.seal()
-        chosen.append(cache.select(query[:, :, :, -1], 40))
-    both, alone = chosen
-    assert torch.equal(both.start.sort().values, alone.start.sort().values)
-    assert torch.equal(both.scan_bytes, alone.scan_bytes)
-    cache = KVCache("twostage:pages=quest,times=7", sink=0, window=0, seal=64)
-    cache.append(keys, values)
-    cache.seal()
-    assert not torch.equal(cache.select(query[:, :, :, -1], 40).scan_bytes, alone.scan_bytes)

@@ -18,7 +18,6 @@ from sparseattn.selectors.abilities import Biases, Evicts, RanksListed, ReadsKey
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.clusters.bucket_table import Partitioned
-from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.tokens.base import Ranked
 from sparseattn.selectors.tokens.lowbit import LowBit
 
@@ -48,8 +47,6 @@ class TwoStage(ReadsKeys, Selector):
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
     kept in files (`index_files`), not even the first stage's. What the first stage observes, and what its tail stands
     for, is the choice of both.
-
-    Where the first stage would propose pages that are all rows, to a `LowBit`, it is not asked: that ranks every row.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
     stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and once a list the levels of every
@@ -155,8 +152,6 @@ class TwoStage(ReadsKeys, Selector):
         return order
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        if self._proposes_all(step.valid.shape[1], budget):
-            return self.inside.counted(self.inside.select(query, step, budget), query, step, budget)
         proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:
             return proposed
@@ -169,19 +164,12 @@ class TwoStage(ReadsKeys, Selector):
         proposed = self.pages.counted(self.pages.select(query, step, rows), query, step, rows)
         return proposed, *self._listed(proposed, query.shape[1])
 
-    def _proposes_all(self, stored: int, budget: int) -> bool:
-        """Whether the first stage would propose pages that are all of so many rows, and a `LowBit` ranks them."""
-        pages = type(self.pages).select in (PageSelector.select, LowBit.select)  # others may take fewer
-        return pages and isinstance(self.inside, LowBit) and self._proposed_rows(stored, budget) >= stored
-
     def _proposed_rows(self, stored: int, budget: int) -> int:
         """Rows that the first stage is to propose of so many, in whole spans."""
         return math.ceil(min(budget * self.times, stored) / self.pages.span) * self.pages.span
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         """Predict a step as if what is proposed were spread evenly, and query heads were proposed other rows each."""
-        if self._proposes_all(sealed, budget):
-            return self.inside.full_scan(query, sealed, budget)
         batch, heads, members, _ = query.shape
         first = self.pages.full_scan(query, sealed, self._proposed_rows(sealed, budget))
         if first is None:
