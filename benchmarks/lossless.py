@@ -37,7 +37,7 @@ from benchmarks.models import prompt, random_llama, with_attention
 from benchmarks.records import RESULTS
 from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.values import integers
-from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.cost_model.environment import features, idle_threads, machine, versions
 from sparseattn.models.drafts.blocks import advance, loop_behind
 from sparseattn.models.drafts.length import DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
@@ -348,6 +348,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
         "features": features(),
+        "idle_threads": idle_threads(),
     }
 
 

@@ -134,10 +134,21 @@ def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
 
 
 @pytest.fixture
-def offline(builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def linked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """`linked(folder)`: a folder of the test's own with the same files. Who fetches a model locks its cache folder, and
+    in one that workers have in common another is refused."""
+
+    def linked(folder: Path) -> Path:
+        return Path(shutil.copytree(folder, tmp_path_factory.mktemp("linked") / "cache", copy_function=os.link))
+
+    return linked
+
+
+@pytest.fixture
+def offline(builtin_cache: Path, linked: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No package index and no model but the one that ships, which then leads where nothing is named."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(linked(builtin_cache)))
 
 
 @pytest.fixture(scope="session")

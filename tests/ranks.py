@@ -31,6 +31,9 @@ def found(module: str, folder: Path, ranks: int, names: Any, timeout: int) -> di
     ) as first:  # fmt: skip
         try:
             said, _ = first.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(first.pid, signal.SIGKILL)
+            said = f"no end within {timeout} s: {first.communicate()[0]}"
         finally:
             with contextlib.suppress(ProcessLookupError):  # all have ended
                 os.killpg(first.pid, signal.SIGKILL)

@@ -238,9 +238,13 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
     """Return synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
     if keys < 1:
         raise ValueError(f"--keys must be 1 or more, got {keys}")
-    takes, has = 8 * keys * recipe["size"] // 2**30, machine().get("memory_gib")  # keys and values in float32 alone
+    # Keys and values in float32, which stay until a seed's gaps have been searched.
+    takes, has = 8 * (keys + queries) * recipe["size"] * len(gaps) // 2**30, machine().get("memory_gib")
     if has is not None and takes > has:
-        raise ValueError(f"--keys {keys} of --size {recipe['size']} take {takes:,} GiB, and this machine has {has}")
+        raise ValueError(
+            f"--keys {keys} and --queries {queries} of --size {recipe['size']} take {takes:,} GiB, "
+            f"and this machine has {has}"
+        )
     for gap in gaps:
         synthetic(16, gap=gap, sinks=0, queries=1, **recipe)  # refuses now what it would refuse later
 

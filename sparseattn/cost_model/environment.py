@@ -78,5 +78,5 @@ def features() -> list[str]:
 
 
 def idle_threads() -> str:
-    """Return "spin" or "sleep", what OpenMP's idle threads do for a while."""
+    """Return what OpenMP's idle threads do: "spin" for a while, or "sleep" at once."""
     return "spin" if spin() else "sleep"

@@ -35,6 +35,7 @@ def native_overlap(trace: Trace) -> tuple[list[int], Tensor]:
 
 def _mask(trace: Trace, index: int) -> Tensor:
     """Return `[Hs,Q,T]` bool: what the index of a layer chose."""
+    trace.verify(index, ["native"])
     native, tokens = trace.layer(index).native, trace.tokens
     assert native is not None
     made = torch.zeros(*native.shape[:2], tokens + 1, dtype=torch.bool)

@@ -20,7 +20,7 @@ class Rows:
         positions: `[B,n]` int64 token positions; negative marks a row of padding, never to be selected. Padding comes
             in whole units of the selector: a page is all padding or none.
         queries: `[B,H,G,m,D]` of those of the rows that are sampled for `LearnsFromQueries.queries_share`, 0 or more of
-            them; None where the share is 0, or of a later seal where it `learns_once`. Zero for padding.
+            them; None where the share is 0, or of a later seal of a method that learns once. Zero for padding.
         query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
         last_queries: `[B,H,G,n,D]`, the prompt's n newest queries, the newest last, at the first seal of a selector
             whose `LearnsFromQueries.last_queries` is n (more where its `queries_share` is 1); else None. The prompt is

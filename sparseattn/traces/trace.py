@@ -212,11 +212,12 @@ class Trace:
         """Write the trace, one layer in memory at a time; the file appears whole or not at all.
 
         Raises:
-            TraceError: no such folder, not enough space, or numbers that are not finite.
+            TraceError: no such folder, not enough space, numbers that are not finite, or a trace that is damaged.
         """
         shapes = list(self.shapes.values())
         with TraceWriter(path, shapes, self.positions, self.dtype, self.meta, self.pieces) as writer:
             for index in self.layers:
+                self.verify(index)  # what is written has hashes of its own, which no damage would show in
                 layer = self.layer(index)
                 writer.rope(index, layer.rope)
                 for name, tensor in layer.tensors.items():

@@ -812,10 +812,14 @@ def test_capture_then_bench(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def short(once: Callable[[str, Callable[[Path], None]], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def short(
+    once: Callable[[str, Callable[[Path], None]], Path],
+    linked: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As `offline`, with short traces."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    short_traces.use(monkeypatch, once("short-traces", short_traces.fill))
+    short_traces.use(monkeypatch, linked(once("short-traces", short_traces.fill)))
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one layer", "whole"])
@@ -1093,8 +1097,9 @@ def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, m
         (["--k", "8", "--selector", "quest"], "less than one span"),
         (["--keys", "many"], "--keys takes integers"),
         (["--keys", "0"], "--keys must be 1 or more"),
-        (["--keys", str(10**15)], f"--keys {10**15} of --size 32 take 238,418,579 GiB, and this machine has"),
-        (["--keys", str(10**400)], f"--keys {10**400} of --size 32 take"),
+        (["--keys", str(10**15)], f"--keys {10**15} and --queries 8 of --size 32 take"),
+        (["--keys", str(10**400)], f"--keys {10**400} and --queries 8 of --size 32 take"),
+        (["--queries", str(10**15)], f"--keys 1500 and --queries {10**15} of --size 32 take"),
         (["--gap", "wide"], "--gap takes numbers"),
         (["--gap", "nan"], "gap is a finite number"),
         (["--seed", "x"], "--seed takes integers"),

@@ -55,6 +55,7 @@ def append(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"what was measured cannot be kept in {path}: a number of it is NaN or infinite") from None
     left = memoryview((line + "\n").encode())
+    size = len(left)
     with naming(path), open(path, "ab", buffering=0) as file:
         whole = os.fstat(file.fileno()).st_size
         try:
@@ -62,8 +63,9 @@ def append(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
                 left = left[file.write(left) :]  # a disk that fills up takes a part, and says so at the rest
             os.fsync(file.fileno())
         except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(whole)  # no later line is to stand behind a part of this one
+            with contextlib.suppress(OSError):  # no later line is to stand behind a part of this one
+                if os.fstat(file.fileno()).st_size == whole + size - len(left):  # and nobody else's is there
+                    file.truncate(whole)
             raise
     kept: dict[str, Any] = json.loads(line)
     return kept

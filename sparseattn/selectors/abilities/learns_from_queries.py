@@ -13,8 +13,8 @@ class LearnsFromQueries:
         last_queries: how many of the prompt's newest queries the first `append` wants (`Rows.last_queries`), 0 none. A
             part that wants fewer than another sees the same, of which its own are the last. With a `queries_share` of 1
             it is raised to all rows behind the sealed ones: then no query is missing but those of the sink's rows.
-        learns_once: whether queries of sampled rows count for nothing once a sequence has sealed rows. The cache takes
-            and keeps none then, as soon as every sequence has, and later seals hand over none.
+        learns_once: whether queries of sampled rows count for nothing once a sequence has sealed rows. As soon as every
+            sequence has, the cache takes and keeps none, and later seals hand over none, if all parts learn once.
     """
 
     queries_share: float = 0.0
