@@ -176,7 +176,8 @@ def clocks(ranks: Ranks) -> list[int]:
     chosen = []
     for _ in range(20):
         drafts = length.next(1000)
-        length.observe(Round(drafts, [drafts], 0.02 * drafts * (1 + 20 * ranks.rank), 0.5 + ranks.rank, 0.4))
+        plain = 0.5 + ranks.rank
+        length.observe(Round(drafts, [drafts], 0.02 * drafts * (1 + 20 * ranks.rank), plain, 0.8 * plain))
         chosen.append(drafts)
     return chosen
 
