@@ -238,12 +238,13 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
     """Return synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
     if keys < 1:
         raise ValueError(f"--keys must be 1 or more, got {keys}")
-    # Keys and values in float32, which stay until a seed's gaps have been searched.
-    takes, has = 8 * (keys + queries) * recipe["size"] * len(gaps) // 2**30, machine().get("memory_gib")
+    # Keys, and queries that train, in float32: those of every gap and seed are held, of one head at least.
+    traces, has = len(gaps) * len(seeds), machine().get("memory_gib")
+    takes = 8 * (keys + queries) * recipe["size"] * traces // 2**30
     if has is not None and takes > has:
         raise ValueError(
-            f"--keys {keys} and --queries {queries} of --size {recipe['size']} take {takes:,} GiB, "
-            f"and this machine has {has}"
+            f"--keys {keys} and --queries {queries} of --size {recipe['size']} take {takes:,} GiB "
+            f"for {traces} gaps and seeds, and this machine has {has}"
         )
     for gap in gaps:
         synthetic(16, gap=gap, sinks=0, queries=1, **recipe)  # refuses now what it would refuse later

@@ -15,14 +15,9 @@ from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
 
 def coded_step(
-    query: Tensor,
-    coded: QuantizedKeys | RankedCodes,
-    count: int,
-    keys: Tensor,
-    values: Tensor,
-    bounds: Bounds,
+    query: Tensor, coded: QuantizedKeys | RankedCodes, count: int, keys: Tensor, values: Tensor, bounds: Bounds,
     scale: float,
-) -> Callable[[Tensor, int], tuple[Tensor, Selection]]:
+) -> Callable[[Tensor, int], tuple[Tensor, Selection]]:  # fmt: skip
     """As `dispatch.coded_step`."""
 
     def step(query: Tensor, recent: int) -> tuple[Tensor, Selection]:
