@@ -11,7 +11,7 @@ from sparseattn.kernels import codebooks
 
 MORE = 2  # candidates for every row that is chosen: with as many the vote chooses as among all (the log, 2026-11-25)
 BLOCK = 64  # rows that kernels take at once
-APART, FEW = 16, 64  # blocks, see `blocks_apart`
+APART, FEW = 16, 32  # blocks, see `blocks_apart`
 LEVELS = 255  # steps of a rounded table
 MOST = 128  # subspaces: a sum of so many rounded numbers fits 15 bits
 
@@ -96,13 +96,13 @@ def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def blocks_apart(rows: int) -> int:
-    """Return how many blocks on the next block of the sample is: 16; fewer where these would be fewer than 64."""
+    """Return how many blocks on the next block of the sample is: 16; fewer where these would be fewer than 32."""
     return max(1, min(rows // BLOCK // FEW, APART))
 
 
 def sampled(rows: int, device: torch.device) -> Tensor:
     """Return the rows `[n]` int64 that tell what a query head weighs in all: those of every 16th block of 64; where
-    there are fewer than 1,024 blocks those of more, of fewer than 128 all."""
+    there are fewer than 512 blocks those of more, of fewer than 64 all."""
     apart, blocks = blocks_apart(rows), -(-rows // BLOCK)
     first = torch.arange(0, blocks, apart, device=device) * BLOCK
     drawn = (first[:, None] + torch.arange(BLOCK, device=device)).flatten()
