@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sparseattn.models.attention_layers import attention_layers
 from sparseattn.models.attention_routing import Call, Route, delegate, implementation, name_of
 from sparseattn.models.cache_argument import cache_in, cache_name
+from sparseattn.models.dense_decoding import decode_densely
 from sparseattn.models.errors import ModelError
 from sparseattn.models.exclusive import alone
 from sparseattn.models.sparse_layer import RUNNING, SparseLayer
@@ -243,4 +244,5 @@ def _attend(
     if isinstance(layer, SparseLayer):
         return layer.attend(call, run), None
     run.cache.count_dense(index)
-    return delegate(call, run.original)
+    out = decode_densely(call, run.original, run.cache.impl)
+    return delegate(call, run.original) if out is None else (out, None)

@@ -80,7 +80,8 @@ class SparseCache(EditedCache):
         seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
             a comparison.
         dense_layers: how many of the first layers stay dense, or which, whatever their roles. Layers with a sliding
-            window always stay as they are.
+            window always stay as they are. Tokens decoded over all rows may be attended to by our compiled code
+            (`impl`), as torch's has none for them in 16 bits.
         sparse_from: position from which tokens are decoded sparsely, padding counted: in a left-padded batch,
             questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
         native: decode by the index that the model has of its own, in place of a selector: a token reads the rows that
@@ -158,7 +159,7 @@ class SparseCache(EditedCache):
             "group": self.ranks,
             "check": check,
         }
-        self._seal = seal
+        self._seal, self.impl = seal, impl
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
         self._real = RealTokens()
         self.board = Board()  # on which layers leave choices for those behind
@@ -166,13 +167,13 @@ class SparseCache(EditedCache):
         self._batch = 0  # of the last pass
         self.prepared, self._prepared_before = prepare(model, self)
         try:
-            layers = self._made_layers(dense_layers, impl)
+            layers = self._made_layers(dense_layers)
         except BaseException:
             leave(self, self._prepared_before)
             raise
         super().__init__(layers=layers)
 
-    def _made_layers(self, dense_layers: int | Sequence[int], impl: str | None) -> list[Any]:
+    def _made_layers(self, dense_layers: int | Sequence[int]) -> list[Any]:
         """Return the model's layers, those that are to be sparse in place of transformers' own."""
         layers, prepared = DynamicCache(config=self.model.config).layers, self.prepared.layers
         self.here = here = checks.head_share(self.model, prepared, self.selector)
@@ -181,7 +182,7 @@ class SparseCache(EditedCache):
             self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, prepared, self.dense_layers, here)
         self._passes = Passes([index for index, what in prepared.items() if what.beyond is None])
         if self.selector == NATIVE:
-            made = native_layers(self.model, prepared, self.dense_layers, self._settings["capacity"], impl)
+            made = native_layers(self.model, prepared, self.dense_layers, self._settings["capacity"], self.impl)
             for index, layer in made.items():
                 layers[index] = self._own(layer)
             return layers
@@ -189,7 +190,7 @@ class SparseCache(EditedCache):
         for name, given in (("selector", self.selector), ("budget", self.budget)):
             checks.check_mapping(name, given, sparse)
         methods = self.selector if self.roles is None else self.roles
-        maker = LayerMaker(prepared, len(layers), methods, self._settings, self._seal, self.board, impl, here)
+        maker = LayerMaker(prepared, len(layers), methods, self._settings, self._seal, self.board, self.impl, here)
         for index in sparse:
             layers[index] = self._own(maker.layer(index, checks.of_layer(self.budget, index)))
         return layers
