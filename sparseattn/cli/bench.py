@@ -126,16 +126,16 @@ def _figure_paths(options: BenchOptions, replays: Sequence[Replayed], what: str 
 
 
 def _show_results(options: BenchOptions, replays: Sequence[Replayed], path: Path, screen: Screen) -> None:
-    """Print a table and draw a frontier of each trace, and say what was left out and where records lie."""
+    """Print a table of each trace, say where records lie, draw its frontier, and say what was left out."""
     for replay in () if options.json else replays:
         screen.print(replay_tables.table(replay.results, options.per_head, options.wide))
+    say_records(path)
     if options.figures:
         from sparseattn.reporting import plots
 
         for replay, figure in zip(replays, _figure_paths(options, replays), strict=True):
             plots.frontier(replay.results, figure)
             say_figure(figure)
-    say_records(path)
     for replay in replays:
         left_out = {label: f"is not measured: {reason}" for label, reason in replay.methods.left_out.items()}
         for label, clause in (replay.methods.other_budgets | left_out).items():

@@ -30,9 +30,9 @@ def show(measured: Sequence[Record], path: Path, *, json: bool, figures: bool) -
     if not json:
         for table in eval_tables.tables(scored) + agreement_tables.tables(forced) + server_tables.tables(whole):
             screen.print(table)
+    errors.print(f"records: {path}", soft_wrap=True)
     for figure in _drawn(scored, forced, whole, path.parent) if figures else []:
         errors.print(f"figure: {figure}", soft_wrap=True)
-    errors.print(f"records: {path}", soft_wrap=True)
     first = rows_of(whole)[0] if whole else FULL_ROW
     for line in eval_tables.cautions(scored) + eval_tables.cautions(whole, first):
         errors.print(f"sparseattn: {line}", soft_wrap=True)

@@ -47,9 +47,9 @@ def _measure(
     file.finish()
     if not options.json:
         _show_tables(inspections, options.per_head)
+    say_records(file.path)
     if options.figures:
         _draw(inspections, options.out)
-    say_records(file.path)
     for inspection in inspections:
         for sentence in inspect_tables.findings(inspection):
             (errors if options.json else Screen()).print(sentence, soft_wrap=True)

@@ -94,9 +94,9 @@ def _run(options: RecallOptions, sources: Sequence[KeySource], ranks: JobRanks |
     ]
     if not options.json:
         _show_tables(sources, measured, columns)
+    say_records(file.path)
     if options.figures:
         _draw(options, sources, measured, columns)
-    say_records(file.path)
     for column in itertools.chain.from_iterable(columns):
         (errors if options.json else Screen()).print(recall_tables.verdict(column), soft_wrap=True)
 

@@ -78,9 +78,14 @@ class RecordFile:
     Args:
         path: the file, NAME.jsonl, in a folder that is there.
         echo: print every line on standard output too.
+
+    Raises:
+        ValueError: what lies there already is no file.
     """
 
     def __init__(self, path: Path, echo: bool) -> None:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"records are written to {path}, which is no file: remove it, or name another --out")
         self.path, self.echo = path, echo
         self.partial = path.with_suffix(".partial.jsonl")
         self.origin = origin()

@@ -40,6 +40,7 @@ class Prepared:
 
     def __init__(self, model: Any) -> None:
         self.undone = self.due = False
+        self._depth = getattr(model.config, "num_hidden_layers", None)
         with alone(model, "prepared for sparse attention"):
             self.original = implementation(model)
             if self.original not in ("sdpa", "eager") and "flash" not in self.original:
@@ -74,6 +75,7 @@ class Prepared:
         """
         cache = cache_in(inputs)
         if getattr(cache, "prepared", None) is not self:
+            self._check_depth(module.config)
             what = "no cache" if cache is None else f"a {type(cache).__name__} that was not made for it"
             raise RuntimeError(
                 f"this model is prepared for sparse attention and was run with {what}: pass {cache_name()}=a "
@@ -82,6 +84,18 @@ class Prepared:
         if module.training:
             raise RuntimeError("sparse attention is for inference: put the model in eval() mode")
         return cache
+
+    def _check_depth(self, config: Any) -> None:
+        """Refuse, by ModelError, a pass with fewer layers, and give the model all of them back: transformers does that
+        behind a pass of its `assistant_early_exit`, but not where the pass ends in an error."""
+        if self._depth is None or getattr(config, "num_hidden_layers", self._depth) == self._depth:
+            return
+        config.num_hidden_layers, fewer = self._depth, config.num_hidden_layers
+        raise ModelError(
+            f"assistant_early_exit drafts with the model's first {fewer} layers and a cache of transformers' own, "
+            f"which a model prepared for sparse attention does not run: take prompt_lookup_num_tokens=, an "
+            f"assistant_model= or generate_lossless"
+        )
 
 
 class _Around(ABC):

@@ -48,7 +48,8 @@ class RealTokens:
             count on.
 
         Raises:
-            ModelError: another mask, position_ids of another shape, or positions that the stored tokens have.
+            ModelError: another mask, or one that says something else of the stored tokens than when they came;
+                position_ids of another shape, or positions that the stored tokens have.
         """
         if position_ids is not None and position_ids.ndim != 2:
             raise ModelError(f"position_ids are [B,n], one position for a token, got {list(position_ids.shape)}")
@@ -61,7 +62,9 @@ class RealTokens:
                 raise ModelError(
                     f"sparse attention takes an attention_mask [B,T] over all {stored + new} tokens, got {shape}"
                 )
-            real = mask[:, stored : stored + new].to("cpu", torch.bool)
+            told = mask[:, : stored + new].to("cpu", torch.bool)
+            self._check_held(told[:, :stored])
+            real = told[:, stored:]
         counted = torch.arange(stored, stored + new)[None]
         at = (counted if position_ids is None else position_ids.to("cpu", torch.int64)).expand(batch, -1)
         if self.real is None and bool(real.all()):
@@ -72,6 +75,20 @@ class RealTokens:
         before = torch.ones(batch, stored, dtype=torch.bool) if self.real is None else self.real[:, :stored]
         self.real = torch.cat([before, real], 1)
         return at.masked_fill(~real, -1)
+
+    def _check_held(self, told: Tensor) -> None:
+        """Check that a mask `[B,stored]` tells of stored tokens what it told when they came, else ModelError."""
+        stored = told.shape[1]
+        if bool(told.all()) if self.real is None else torch.equal(told, self.real[:, :stored]):
+            return
+        held = torch.ones_like(told) if self.real is None else self.real[:, :stored]
+        changes = [f"hides {n} that came as real" if (n := int((held & ~told).sum())) else ""]
+        changes.append(f"shows {n} that came as padding" if (n := int((told & ~held).sum())) else "")
+        raise ModelError(
+            f"this cache holds {stored} tokens, of which the attention_mask {' and '.join(filter(None, changes))}: "
+            f"they stay what they were, so give the mask that they came with, or reset() the cache and give all tokens "
+            f"anew"
+        )
 
     def count(self, first: int, last: int) -> Tensor:
         """Return how many of the columns from `first` up to `last` are real: `[B]`, or one number for all sequences."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import hashlib
 import os
 import platform
@@ -32,10 +33,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     file it leads to is replaced.
 
     Raises:
-        OSError: the file cannot be made or its bytes cannot be kept; it may name the new file instead of `path`.
+        OSError: the file cannot be made or its bytes cannot be kept; it may name the new file instead of `path`. What
+            lies at `path` is no file: a folder, a pipe, a device.
     """
     with contextlib.suppress(FileNotFoundError):
-        os.stat(path)  # a loop of symbolic links is an error here, where `realpath` returns it as it is
+        mode = os.stat(path).st_mode  # a loop of symbolic links is an error here, where `realpath` returns it as it is
+        if not stat.S_ISREG(mode):  # a device or a pipe would be replaced by a file
+            number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(number, os.strerror(number) if stat.S_ISDIR(mode) else "it is no file", os.fspath(path))
     target = Path(os.path.realpath(path))
     _remove_abandoned(target.parent)
     temporary, file = _begun(target)

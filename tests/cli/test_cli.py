@@ -1141,6 +1141,9 @@ def test_recall_refuses_traces_that_hold_too_few_queries(tmp_path: Path) -> None
     assert "Traceback" not in done.output
     done = run(*arguments, tmp_path / "end.safetensors", "--selector", "flat", "--queries", "8")
     assert "--out must be a folder" in " ".join(done.output.split())
+    (tmp_path / "taken" / "recall.jsonl").mkdir(parents=True)
+    done = run(*arguments, tmp_path / "taken", "--selector", "flat", "--queries", "8")
+    assert "recall.jsonl, which is no file: remove it" in " ".join(done.output.split())
     assert run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "20").exit_code == 0
 
 

@@ -667,6 +667,34 @@ def test_a_model_in_bfloat16() -> None:
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 
+def test_a_mask_may_not_say_otherwise_of_tokens_that_are_held(llama: Any) -> None:
+    held = padded((20, 12))
+    ids = torch.full((2, 1), 7)
+    mask = torch.cat([held["attention_mask"], torch.ones_like(ids)], 1)
+    hidden, shown = mask.clone(), mask.clone()
+    hidden[0, 4:9], shown[1, 2] = 0, 1
+    with SparseCache(llama, "exact", None, **SMALL) as cache, torch.no_grad():
+        llama(**held, **cache_argument(cache))
+        for told, words in ((hidden, "hides 5 that came as real"), (shown, "shows 1 that came as padding")):
+            with pytest.raises(ModelError, match=f"attention_mask {words}: they stay what they were"):
+                llama(input_ids=ids, attention_mask=told, **cache_argument(cache))
+        llama(input_ids=ids, attention_mask=mask, **cache_argument(cache))
+    with SparseCache(llama, "exact", None, **SMALL) as cache, torch.no_grad():  # nothing was padding
+        llama(input_ids=held["input_ids"], **cache_argument(cache))
+        with pytest.raises(ModelError, match="hides 10 that came as real"):
+            llama(input_ids=ids, attention_mask=hidden[:1].expand(2, -1), **cache_argument(cache))
+
+
+def test_an_early_exit_is_refused_and_leaves_all_layers(llama: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    before = generate(llama, plain(llama), inputs)
+    refused = pytest.raises(ModelError, match="assistant_early_exit drafts with the model's first 1 layers")
+    with SparseCache(llama, "exact", None, **SMALL) as cache, refused:
+        generate(llama, cache, inputs, assistant_early_exit=1)
+    assert llama.config.num_hidden_layers == len(llama.model.layers)
+    same(generate(llama, plain(llama), inputs), before)
+
+
 def test_sliding_layers_stay_as_they_are() -> None:
     model = small("gemma3")
     with SparseCache(model, "exact", 8, **SMALL) as cache:

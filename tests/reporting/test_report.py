@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable
@@ -329,7 +330,8 @@ def test_percentages_are_written_in_one_way() -> None:
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:
-    bench = folders / "bench"
+    bench, pipe = folders / "bench", tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
     for arguments, said in (
         ((), "name a folder that bench, inspect, recall, eval or recommend wrote, or a --trace to explore"),
         ((tmp_path / "none",), f"there is no folder {tmp_path / 'none'}"),
@@ -339,6 +341,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:
         ((bench, "--out", tmp_path / "none" / "r.html"), "the folder of --out does not exist"),
         ((bench, "--selector", "quest"), "--selector needs a --trace, on which it is shown"),
         ((bench, "--trace", "nowhere"), "nowhere is neither a file nor a built-in trace"),
+        ((bench, "--trace", pipe), "is a pipe, and a trace is read in any order"),
     ):
         done = run("report", *arguments)
         assert done.exit_code == 2, arguments

@@ -259,6 +259,19 @@ def test_what_a_living_process_is_writing_stays(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / "y"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match=f"it is no file.*{name}"):
+            write_atomic(tmp_path / name, b"bytes")
+    with pytest.raises(IsADirectoryError):
+        write_atomic(tmp_path, b"bytes")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_file_taken_for_abandoned_before_it_is_held_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
