@@ -595,6 +595,7 @@ CASES = [
 ]
 
 
+@functools.cache  # a dozen files ask it of each case
 def missing(case: Case) -> str | None:
     """Which optional package is not here that the case needs: on a machine with a GPU there may be no faiss."""
     try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-
-import pytest
 
 from sparseattn.cli import completion
 from sparseattn.cli.machine_options import GPUS
@@ -85,17 +84,24 @@ def test_zsh_and_fish_are_told_what_a_name_is() -> None:
     assert [line.split("\t")[0] for line in lines] == [*sorted(SELECTORS), "all"]  # no phrase is on two lines
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_has_a_script_that_asks_the_command(shell: str) -> None:
+def test_each_shell_has_a_script_that_asks_the_command() -> None:
+    code = """
+import sys
+from sparseattn.__main__ import main
+for shell in ("bash", "zsh", "fish"):
+    sys.argv[1:] = ["--show-completion", shell]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, shell
+    print("-- end")
+"""
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "sparseattn", "--show-completion", shell],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert f"_SPARSEATTN_COMPLETE=complete_{shell}" in done.stdout
+    *scripts, _ = done.stdout.split("-- end")
+    for shell, script in zip(("bash", "zsh", "fish"), scripts, strict=True):
+        assert set(re.findall(r"_SPARSEATTN_COMPLETE=complete_(\w+)", script)) == {shell}
 
 
 def test_bash_takes_the_script_that_is_installed(tmp_path: Path) -> None:

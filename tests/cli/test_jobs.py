@@ -51,19 +51,28 @@ def recall_options(trace: Path, out: Path) -> RecallOptions:
     return RecallOptions([str(trace)], selector=methods, k=10, queries=12, out=out, figures=False, json=True)
 
 
+@pytest.fixture(scope="module", params=[(bench, bench_options), (recall, recall_options)], ids=["bench", "recall"])
+def of_one(
+    request: pytest.FixtureRequest, trace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Callable[[Path, Path], Any], Path]:
+    """A command, its options, and the folder that one process of it leaves."""
+    command, options = request.param
+    out = tmp_path_factory.mktemp("one")
+    command.run(options(trace, out))
+    return command, options, out
+
+
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize(("command", "options"), [(bench, bench_options), (recall, recall_options)])
 def test_processes_leave_what_one_leaves(
-    command: Any,
-    options: Callable[[Path, Path], Any],
+    of_one: tuple[Any, Callable[[Path, Path], Any], Path],
     count: int,
     trace: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In threads, each a process of the job; the first half of them is stopped, and others go on."""
+    command, options, one = of_one
     name = f"{command.__name__.rpartition('.')[2]}.jsonl"
-    command.run(options(trace, tmp_path / "one"))
     out, job = tmp_path / "several", Local()
     monkeypatch.setattr(command, "of_job", job.get)
 
@@ -86,7 +95,7 @@ def test_processes_leave_what_one_leaves(
     assert not (out / name).exists()
     together(count + 1, run)
     assert (out / name).read_text().splitlines()
-    assert records(out / name) == records(tmp_path / "one" / name)
+    assert records(out / name) == records(one / name)
     assert [path.name for path in out.iterdir()] == [name]
 
 

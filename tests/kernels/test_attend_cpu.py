@@ -319,19 +319,6 @@ def test_listed_scores_are_the_specification(dtype: torch.dtype) -> None:
     assert (~got.isneginf()).sum(-1).flatten().tolist() == [len(rows) for rows in each]
 
 
-def test_without_numba_selectors_and_attend_run_in_torch() -> None:
-    code = """
-import sys
-sys.modules["numba"] = None
-import torch, sparseattn
-cache = sparseattn.KVCache(sparseattn.Quest(), window=16)
-cache.append(*torch.randn(2, 1, 2, 200, 64))
-assert sparseattn.decode(torch.randn(1, 2, 4, 64), cache, 64).isfinite().all()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_quest_chooses_the_same_pages_in_torch_and_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparseattn import KVCache
 

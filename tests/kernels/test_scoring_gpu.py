@@ -157,7 +157,7 @@ def test_best_pages_become_spans(count: int) -> None:
 )
 def test_probing_is_what_selection_runs_gives(lists: tuple[int, int, int], each: int, span: int) -> None:
     visited, segments, budget = lists
-    batch, heads, buckets = 2, 2, 60
+    batch, heads, buckets = 2 if each == 1 else 1, 2, 60  # with lists for three query heads, of one sequence
     sizes = torch.randint(0, 9, (batch, heads, segments, buckets + 1), device=DEVICE)
     sizes[:, :, :, ::7] = 0
     ends = sizes.flatten(2).cumsum(-1).view_as(sizes)

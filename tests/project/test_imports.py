@@ -141,7 +141,7 @@ else:
 selector = sparseattn.Quest()
 cache = sparseattn.KVCache(selector, window=16)
 cache.append(*torch.randn(2, 1, 2, 200, 64))
-sparseattn.decode(torch.randn(1, 2, 4, 64), cache, 64)
+assert sparseattn.decode(torch.randn(1, 2, 4, 64), cache, 64).isfinite().all()
 for name in sparseattn.__all__:
     getattr(sparseattn, name)
 """

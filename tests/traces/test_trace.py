@@ -215,21 +215,47 @@ def test_no_such_folder(tmp_path: Path) -> None:
         trace(layer(0)).save(tmp_path)
 
 
-KILLED = """
-import os, signal, sys, torch
+# Writes a long file chunk by chunk, says by how many MiB its memory grew, and is killed while it writes a second file.
+WRITER = """
+import os, resource, signal, sys, torch
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import LayerShape
 from sparseattn.traces.trace_writer import TraceWriter
-with TraceWriter(sys.argv[1], [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(100), torch.float32) as writer:
+tokens, chunk = 20480, 1024
+keys, query = torch.ones(4, chunk, 128), torch.ones(4, 4, chunk, 128)
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+shapes = [LayerShape(0, 4, 4, 128, 1.0)]
+with TraceWriter(sys.argv[1], shapes, torch.arange(tokens), torch.bfloat16) as writer:
+    before = None
+    for start in range(0, tokens, chunk):
+        writer.write(0, "query", start, query)
+        writer.write(0, "keys", start, keys)
+        writer.write(0, "values", start, keys)
+        before = before or peak()
+print(peak() - before, flush=True)
+with TraceWriter(sys.argv[2], [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(100), torch.float32) as writer:
     writer.write(0, "keys", 0, torch.zeros(2, 50, 8))
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, Path]:
+    """What the process `WRITER` left: its long file, by how many MiB it grew, the file that it was killed over."""
+    whole, cut = (tmp_path_factory.mktemp(name) / "x.safetensors" for name in ("whole", "cut"))
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, str(whole), str(cut)], check=False, stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode < 0
+    return whole, int(done.stdout), cut
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.safetensors"
-    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode < 0
+def test_what_a_killed_writer_left_goes_with_the_next_one(
+    killed: tuple[Path, int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = killed[2]
+    tmp_path = path.parent
     assert not path.exists()
     (left,) = tmp_path.iterdir()
     assert left.stat().st_size > 2 * 5 * 100 * 8 * 4, "of full size"
@@ -289,32 +315,11 @@ def test_a_file_taken_for_abandoned_before_it_is_held_is_begun_again(
     assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"new"]
 
 
-BOUNDED = """
-import resource, sys, torch
-from sparseattn.traces.synthetic import synthetic
-from sparseattn.traces.trace import LayerShape
-from sparseattn.traces.trace_writer import TraceWriter
-tokens, chunk = 20480, 1024
-keys, query = torch.ones(4, chunk, 128), torch.ones(4, 4, chunk, 128)
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-shapes = [LayerShape(0, 4, 4, 128, 1.0)]
-with TraceWriter(sys.argv[1], shapes, torch.arange(tokens), torch.bfloat16) as writer:
-    before = None
-    for start in range(0, tokens, chunk):
-        writer.write(0, "query", start, query)
-        writer.write(0, "keys", start, keys)
-        writer.write(0, "values", start, keys)
-        before = before or peak()
-print(peak() - before)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss differs between systems")
-def test_memory_does_not_grow_with_the_length(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    run = subprocess.run([sys.executable, "-c", BOUNDED, str(path)], check=True, capture_output=True, text=True)
+def test_memory_does_not_grow_with_the_length(killed: tuple[Path, int, Path]) -> None:
+    path, grew, _ = killed
     assert path.stat().st_size > 115 * 2**20
-    assert int(run.stdout) < 40  # MiB, for a file of more than 115
+    assert grew < 40  # MiB, for a file of more than 115
 
 
 def test_opening_reads_no_rows(saved: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,17 +172,30 @@ def several(models: Callable[..., Path]) -> dict[str, dict[str, Any]]:
         whole[:kept] + tail for kept, tail in zip((600, 400, 130, 500), prompts(1, 60, 90, 5, seed=1), strict=True)
     ]
     told: dict[str, dict[str, Any]] = {}
-    for name, sparse in (("stock", None), ("full", SPARSE), ("small", {**SPARSE, "budget": 64})):
-        with engine(model, sparse, skip_tokenizer_init=False, max_logprobs=16) as llm:
-            told[name] = {
-                "cold": ask(llm, [whole]),
-                "prefix": ask(llm, shared),
-                "samples": sampled(llm, shared[:2]),
-                "beams": beams(llm, shared[:2]),
-            }
-            llm.reset_prefix_cache()
-            told[name]["anew"] = ask(llm, shared[1:2])
+    for name, llm in at_three_budgets(model, skip_tokenizer_init=False, max_logprobs=16):
+        told[name] = {
+            "cold": ask(llm, [whole]),
+            "prefix": ask(llm, shared),
+            "samples": sampled(llm, shared[:2]),
+            "beams": beams(llm, shared[:2]),
+        }
+        llm.reset_prefix_cache()
+        told[name]["anew"] = ask(llm, shared[1:2])
     return told
+
+
+def at_three_budgets(model: Path, **given: Any) -> Iterator[tuple[str, Any]]:
+    """A stock engine, and one of ours at full budget and then at a small one, by their names."""
+    from sparseattn.serving.vllm.cpu import switch
+
+    with engine(model, None, **given) as llm:
+        yield "stock", llm
+    gc.collect()  # `switch` finds every engine of this process
+    with engine(model, SPARSE, **given) as llm:
+        yield "full", llm
+        switch(parse({**SPARSE, "budget": 64}))
+        llm.reset_prefix_cache()
+        yield "small", llm
 
 
 def sampled(llm: Any, asked: list[list[int]]) -> Answer:
@@ -268,9 +281,8 @@ def test_bfloat16(models: Callable[..., Path]) -> None:
     """Near-ties fall either way in 16 bits: logprobs are compared, of the tokens before answers part."""
     model, asked = models(llama), prompts(*LENGTHS)
     told = {}
-    for name, sparse in (("stock", None), ("full", SPARSE), ("small", {**SPARSE, "budget": 64})):
-        with engine(model, sparse, dtype="bfloat16") as llm:
-            told[name] = ask(llm, asked, TOKENS)
+    for name, llm in at_three_budgets(model, dtype="bfloat16"):
+        told[name] = ask(llm, asked, TOKENS)
     check_counts(told["full"], full=True)
     check_counts(told["small"], full=False)
 

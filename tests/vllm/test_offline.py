@@ -43,8 +43,16 @@ def run(model: Path, out: Path, *more: str) -> tuple[list[dict[str, object]], st
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done.stderr
 
 
-def test_methods_are_switched_in_one_engine(model: Path, tmp_path: Path) -> None:
-    found, _ = run(model, tmp_path, "--selector", "quest", "--selector", "window", "--concurrency", "2")
+@pytest.fixture(scope="module")
+def first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
+    """Two methods in one engine: the folder of the run and its records."""
+    out = tmp_path_factory.mktemp("first")
+    found, _ = run(model, out, "--selector", "quest", "--selector", "window", "--concurrency", "2")
+    return out, found
+
+
+def test_methods_are_switched_in_one_engine(first: tuple[Path, list[dict[str, object]]]) -> None:
+    _, found = first
     by = {(one["method"], one["budget"]): [] for one in found}
     for one in found:
         by[one["method"], one["budget"]].append(one)
@@ -57,13 +65,15 @@ def test_methods_are_switched_in_one_engine(model: Path, tmp_path: Path) -> None
     assert shares["full", None] == shares["quest", "1024"] == [1, 1]
     assert all(0.2 < small < 0.7 for small in shares["quest", "64"])
     assert max(shares["window", None]) < min(shares["quest", "64"])
-    # What is there is not asked again: of the second run only the new budget is new.
-    again, _ = run(model, tmp_path, "--selector", "quest", "--budget", "64,32", "--concurrency", "2")
-    assert [one for one in again if one["budget"] == "64"] == by["quest", "64"]
-    assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == len(found) + 2
 
 
-def test_layers_of_a_plan_differ_in_one_engine(model: Path, tmp_path: Path) -> None:
+def test_layers_of_a_plan_differ_in_one_engine_that_goes_on(
+    model: Path, first: tuple[Path, list[dict[str, object]]], tmp_path: Path
+) -> None:
+    """A run that goes on from another, with a new budget and with plans, beside methods that are the same for all
+    layers."""
+    out, before = first
+    lines = (out / "eval.jsonl").read_text()
     of_weights = {"name": str(model), "fingerprint": of_folder(model)[0]}
     whole: dict[int, Role | str] = dict.fromkeys(range(2), "dense")
     whole |= dict.fromkeys(range(2, 4), Role("quest", 4096)) | dict.fromkeys(range(4, 6), Role("mean:bits=8", 4096))
@@ -71,14 +81,24 @@ def test_layers_of_a_plan_differ_in_one_engine(model: Path, tmp_path: Path) -> N
     for name, layers in (("whole", whole), ("some", some)):
         Plan(layers, name, model=of_weights).save(tmp_path / f"{name}.json")
     given = ["--plan", str(tmp_path / "whole.json"), "--plan", str(tmp_path / "some.json"), "--dense-layers", "0"]
-    found, _ = run(model, tmp_path / "out", *given)
-    answers: dict[str, list[object]] = {}
-    shares: dict[str, list[float]] = {}
+    found, _ = run(model, out, "--selector", "quest", "--budget", "64,32", *given, "--concurrency", "2")
+    answers: dict[tuple[object, object], list[object]] = {}
+    shares: dict[tuple[object, object], list[float]] = {}
     for one in found:
-        answers.setdefault(str(one["method"]), []).append(one["response"])
-        shares.setdefault(str(one["method"]), []).append(float(str(one["rows_share"])))
-    assert list(answers) == ["full", "plan whole", "plan some"]
-    assert answers["plan whole"] == answers["full"]  # in float32, every row is read
-    assert answers["plan some"] != answers["full"]
-    assert shares["plan whole"] == [1, 1]
-    assert all(0.2 < share < 0.7 for share in shares["plan some"]), "of the layers that are sparse"
+        answers.setdefault((one["method"], one["budget"]), []).append(one["response"])
+        shares.setdefault((one["method"], one["budget"]), []).append(float(str(one["rows_share"])))
+    quests = [("quest", "64"), ("quest", "32")]
+    full, plan, other = ("full", None), ("plan whole", None), ("plan some", None)
+    assert sorted(map(str, answers)) == sorted(map(str, [full, *quests, plan, other]))
+    assert answers[plan] == answers[full]  # in float32, every row is read
+    assert answers[other] != answers[full]
+    assert shares[plan] == [1, 1]
+    assert all(0.2 < share < 0.7 for share in shares[other]), "of the layers that are sparse"
+    # What is there is not asked again.
+    for method in (full, quests[0]):
+        kept = [[one for one in ones if (one["method"], one["budget"]) == method] for ones in (found, before)]
+        assert kept[0] == kept[1]
+        assert len(kept[0]) == 2
+    after = (out / "eval.jsonl").read_text()
+    assert after.startswith(lines)
+    assert len(after.splitlines()) == len(before) + 2 * 3, "of the second run the new budget and the plans are new"

