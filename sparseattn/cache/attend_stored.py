@@ -54,21 +54,19 @@ def attend_stored(
     )
 
 
-def reads_every(query: Tensor, keys: Tensor, values: Tensor, impl: str | None) -> bool:
+def reads_every(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Return whether `attend_every` serves `[B,HG,n,D]` queries over `[B,H,N,D]`: by compiled code, in place."""
     served = query.dtype == keys.dtype == values.dtype and query.shape[3] == keys.shape[3] <= 256
     adjacent = keys.shape == values.shape and keys.stride(3) == values.stride(3) == 1
-    if not (served and adjacent) or impl not in (None, *COMPILED):
+    if not (served and adjacent):
         return False
-    return choose(impl, keys.device, keys.dtype, ATTEND.names, ATTEND.fallback) in COMPILED
+    return choose(None, keys.device, keys.dtype, ATTEND.names, ATTEND.fallback) in COMPILED
 
 
-def attend_every(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None = None, impl: str | None = None
-) -> Tensor:
+def attend_every(query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None = None) -> Tensor:
     """Attention `[B,H,G,D]` of one query per head over all N rows of `[B,H,N,D]`; arguments as of `attend`."""
     every = _every(*keys.shape[:3], keys.device)
-    return attend(query, keys, values, *every, scale=scale, impl=impl)[0]
+    return attend(query, keys, values, *every, scale=scale)[0]
 
 
 @functools.lru_cache(maxsize=8)

@@ -65,8 +65,6 @@ def open_trace(name: str, progress: Callable[[str, int, int], None]) -> Trace:
         if not Path(name).exists():
             known = ", ".join(BUILTIN)
             raise ValueError(f"{name} is neither a file nor a built-in trace ({known}){did_you_mean(name, BUILTIN)}")
-        if Path(name).is_fifo():
-            raise ValueError(f"{name} is a pipe, and a trace is read in any order: write it to a file first")
         return Trace.open(name)
     if not BUILTIN[name].path.is_file():
         say_terms(BUILTIN[name].model)

@@ -24,18 +24,24 @@ def decode_densely(call: Call, original: str, impl: str | None) -> Tensor | None
     Args:
         call: of a layer that is not sparse.
         original: the name of the model's own implementation.
-        impl: as in `attend`; one that is not compiled leaves all calls to the model.
+        impl: as in `attend`; "reference" and "gather" leave all calls to the model.
     """
     query, keys, values, options = call.query, call.key, call.value, call.options
-    if call.mask is not None or query.shape[2] != 1 or keys.dtype.itemsize != 2 or query.device.type != "cpu":
+    if (
+        impl not in (None, "numba")
+        or call.mask is not None
+        or query.shape[2] != 1
+        or keys.dtype.itemsize != 2
+        or query.device.type != "cpu"
+    ):
         return None
     batch, query_heads, _, size = query.shape
     if query_heads == keys.shape[1] or keys[0].numel() < PAYS or original not in NAMELESS:
         return None
     if beyond_softmax(call) is not None or options.get("dropout") or passed(options) is not None:
         return None
-    learns = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
-    if learns or not reads_every(query, keys, values, impl):
+    learns = query.requires_grad or keys.requires_grad or values.requires_grad
+    if (learns and torch.is_grad_enabled()) or torch.compiler.is_compiling() or not reads_every(query, keys, values):
         return None
     grouped = query.reshape(batch, keys.shape[1], -1, size)
-    return attend_every(grouped, keys, values, scale=call.scale, impl=impl).view(batch, 1, query_heads, size)
+    return attend_every(grouped, keys, values, scale=call.scale).view(batch, 1, query_heads, size)

@@ -40,7 +40,7 @@ class Prepared:
 
     def __init__(self, model: Any) -> None:
         self.undone = self.due = False
-        self._depth = getattr(model.config, "num_hidden_layers", None)
+        self._depth = getattr(_inner(model).config, "num_hidden_layers", None)
         with alone(model, "prepared for sparse attention"):
             self.original = implementation(model)
             if self.original not in ("sdpa", "eager") and "flash" not in self.original:

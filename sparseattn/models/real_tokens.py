@@ -63,8 +63,13 @@ class RealTokens:
                     f"sparse attention takes an attention_mask [B,T] over all {stored + new} tokens, got {shape}"
                 )
             told = mask[:, : stored + new].to("cpu", torch.bool)
+            if len(told) not in (1, batch):
+                raise ModelError(f"the attention_mask is of {len(told)} sequences, and {batch} are given")
+            told = told.expand(batch, -1)
             self._check_held(told[:, :stored])
             real = told[:, stored:]
+        elif self.real is not None:
+            self._check_held(torch.ones(batch, stored, dtype=torch.bool))
         counted = torch.arange(stored, stored + new)[None]
         at = (counted if position_ids is None else position_ids.to("cpu", torch.int64)).expand(batch, -1)
         if self.real is None and bool(real.all()):
@@ -86,8 +91,8 @@ class RealTokens:
         changes.append(f"shows {n} that came as padding" if (n := int((told & ~held).sum())) else "")
         raise ModelError(
             f"this cache holds {stored} tokens, of which the attention_mask {' and '.join(filter(None, changes))}: "
-            f"they stay what they were, so give the mask that they came with, or reset() the cache and give all tokens "
-            f"anew"
+            f"they stay what they were, as the cache's `real` tells. Give that as their mask, or reset() the cache and "
+            f"give all tokens anew"
         )
 
     def count(self, first: int, last: int) -> Tensor:

@@ -148,6 +148,8 @@ def read_header(path: Path, what: str = "a trace") -> tuple[dict[str, Any], dict
     try:
         if path.is_dir():
             raise TraceError(f"{path} is a folder, not {what} file")
+        if path.is_fifo():  # which would be waited for
+            raise TraceError(f"{path} is a pipe, not {what} file, which is read in any order")
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

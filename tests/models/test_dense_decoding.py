@@ -46,8 +46,7 @@ def logits(model: Any, inputs: dict[str, torch.Tensor], tokens: int = 6, **setti
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("dtype", "batch"), [("bfloat16", 2), pytest.param("float16", 1, marks=pytest.mark.slow)])
 def test_decoded_tokens_of_dense_layers_read_all_rows(
     answered: list[int], monkeypatch: pytest.MonkeyPatch, dtype: str, batch: int
 ) -> None:
@@ -83,4 +82,19 @@ def test_what_softmax_alone_does_not_give_stays_the_models(answered: list[int]) 
     assert out().shape == (1, 1, 4, 16)
     assert out(softcap=30.0) is out(dropout=0.1) is out(indices=torch.zeros(1)) is out(impl="flash_attention_2") is None
     assert out(asked=query.clone().requires_grad_()) is None
+    learned = Call(torch.nn.Module(), query, keys, keys.clone().requires_grad_(), None, {})
+    assert dense_decoding.decode_densely(learned, "sdpa", "numba") is None
+    narrow = Call(torch.nn.Module(), query, keys, keys[..., :8], None, {})
+    assert dense_decoding.decode_densely(narrow, "sdpa", None) is None
     assert answered == [60]
+
+
+def test_windows_that_hide_rows_stay_the_models(answered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 0 sees 16 rows, layer 1 all; before a window is full there is nothing to hide."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    model = small("gemma3", layer_types=kinds).to(torch.bfloat16)
+    made = logits(model, {"input_ids": prompt()[:, :12]}, 8)
+    assert [rows for rows in answered if rows >= 16] == [16 + t for t in range(5)]  # of layer 1 alone, up to 20 rows
+    monkeypatch.setattr(dense_decoding, "PAYS", 1 << 40)
+    expected = logits(model, {"input_ids": prompt()[:, :12]}, 8)
+    assert (made - expected).norm() < 0.05 * expected.norm()

@@ -675,9 +675,15 @@ def test_a_mask_may_not_say_otherwise_of_tokens_that_are_held(llama: Any) -> Non
     hidden[0, 4:9], shown[1, 2] = 0, 1
     with SparseCache(llama, "exact", None, **SMALL) as cache, torch.no_grad():
         llama(**held, **cache_argument(cache))
-        for told, words in ((hidden, "hides 5 that came as real"), (shown, "shows 1 that came as padding")):
+        for told, words in (
+            (hidden, "hides 5 that came as real"),
+            (shown, "shows 1 that came as padding"),
+            (None, "shows 8 that came as padding"),
+        ):
             with pytest.raises(ModelError, match=f"attention_mask {words}: they stay what they were"):
                 llama(input_ids=ids, attention_mask=told, **cache_argument(cache))
+        with pytest.raises(ModelError, match="is of 3 sequences, and 2 are given"):
+            llama(input_ids=ids, attention_mask=torch.ones(3, 21), **cache_argument(cache))
         llama(input_ids=ids, attention_mask=mask, **cache_argument(cache))
     with SparseCache(llama, "exact", None, **SMALL) as cache, torch.no_grad():  # nothing was padding
         llama(input_ids=held["input_ids"], **cache_argument(cache))

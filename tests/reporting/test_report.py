@@ -341,7 +341,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:
         ((bench, "--out", tmp_path / "none" / "r.html"), "the folder of --out does not exist"),
         ((bench, "--selector", "quest"), "--selector needs a --trace, on which it is shown"),
         ((bench, "--trace", "nowhere"), "nowhere is neither a file nor a built-in trace"),
-        ((bench, "--trace", pipe), "is a pipe, and a trace is read in any order"),
+        ((bench, "--trace", pipe), "is a pipe, not a trace file, which is read in any order"),
     ):
         done = run("report", *arguments)
         assert done.exit_code == 2, arguments
