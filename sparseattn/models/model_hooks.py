@@ -72,6 +72,7 @@ class Prepared:
 
         Raises:
             RuntimeError: there is another cache or none, or the model is being trained.
+            ModelError: it drafts with fewer layers (`assistant_early_exit`).
         """
         cache = cache_in(inputs)
         if getattr(cache, "prepared", None) is not self:

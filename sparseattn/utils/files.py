@@ -39,8 +39,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with contextlib.suppress(FileNotFoundError):
         mode = os.stat(path).st_mode  # a loop of symbolic links is an error here, where `realpath` returns it as it is
         if not stat.S_ISREG(mode):  # a device or a pipe would be replaced by a file
-            number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(number, os.strerror(number) if stat.S_ISDIR(mode) else "it is no file", os.fspath(path))
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+            raise OSError(errno.EINVAL, "it is no file", os.fspath(path))
     target = Path(os.path.realpath(path))
     _remove_abandoned(target.parent)
     temporary, file = _begun(target)
