@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks import records
 from benchmarks.decoding import Way, dense_ways
-from benchmarks.models import prompt, random_llama, with_attention
+from benchmarks.models import prompt, random_model, with_attention
 from benchmarks.records import RESULTS
 from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.values import integers
@@ -292,7 +292,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The record of one model and length."""
     dtype, is_random = getattr(torch, options.dtype), options.model == "random"
     if is_random:
-        model, tokenizer = random_llama(dtype), None
+        model, tokenizer = random_model("small", None, torch.float32, "cpu").to(dtype), None
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.self_attn.o_proj.weight.mul_(options.damp)

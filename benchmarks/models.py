@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights
         "rope_theta": 500_000.0,
         "max_position_embeddings": 131_072,
     },
+    "small": SHAPE,  # that vLLM is timed with too (`benchmarks.vllm`)
     "tiny": {  # for a look at whether it runs
         "vocab_size": 256,
         "hidden_size": 64,
@@ -55,11 +56,12 @@ def without_attention(model: Any) -> Any:
 
 
 def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: str) -> Any:
-    """A Llama of random weights, made where it is to run."""
+    """A Llama of random weights, the same at every call, made where it is to run."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
     config = LlamaConfig(**settings, dtype=dtype, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -67,15 +69,6 @@ def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: str
             return LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
-
-
-def random_llama(dtype: torch.dtype) -> Any:
-    """The Llama of random weights, 4 layers, that vLLM is timed with (`benchmarks.vllm`)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE, dtype=dtype, bos_token_id=None, eos_token_id=None)
-    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def prompt(tokenizer: Any, vocabulary: int | None, count: int) -> Tensor:

@@ -1,14 +1,12 @@
-"""Attention of a few queries over every stored row where it lies: what verifies drafts, and decodes densely."""
+"""Attention of a few queries over every stored row where it lies: what verifies drafts."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 
 from sparseattn.cache.kv_cache import KVCache
-from sparseattn.core.selection import Bounds, Selection
+from sparseattn.core.selection import Selection
 from sparseattn.kernels.attend.dispatch import ATTEND, attend
 from sparseattn.kernels.attend.merge import merge, share
 from sparseattn.kernels.implementations import choose
@@ -52,29 +50,6 @@ def attend_stored(
     return attend(
         query, stored.keys.visible, stored.values.visible, _all_sealed(cache), stored.bounds, scale=scale, impl=impl
     )
-
-
-def reads_every(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return whether `attend_every` serves `[B,HG,n,D]` queries over `[B,H,N,D]`: by compiled code, in place."""
-    served = query.dtype == keys.dtype == values.dtype and query.shape[3] == keys.shape[3] <= 256
-    adjacent = keys.shape == values.shape and keys.stride(3) == values.stride(3) == 1
-    if not (served and adjacent):
-        return False
-    return choose(None, keys.device, keys.dtype, ATTEND.names, ATTEND.fallback) in COMPILED
-
-
-def attend_every(query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None = None) -> Tensor:
-    """Attention `[B,H,G,D]` of one query per head over all N rows of `[B,H,N,D]`; arguments as of `attend`."""
-    every = _every(*keys.shape[:3], keys.device)
-    return attend(query, keys, values, *every, scale=scale)[0]
-
-
-@functools.lru_cache(maxsize=8)
-def _every(batch: int, heads: int, rows: int, device: torch.device) -> tuple[Selection, Bounds]:
-    """Return the selection of all rows, as one run, and bounds that have nothing beside it."""
-    start = torch.zeros(batch, heads, 1, dtype=torch.int32, device=device)
-    ends = torch.full((batch,), rows, dtype=torch.int32, device=device)
-    return Selection(start, torch.full_like(start, rows), _power_of_two(rows)), Bounds(ends * 0, 0, ends, ends)
 
 
 def _dealt(query: Tensor, cache: KVCache, scale: float | None, impl: str | None) -> tuple[Tensor, Tensor]:

@@ -51,16 +51,20 @@ def decode(
             scale that a selector with a tail, or one that weighs its rows for a mass, was not told (`Selector.scale`).
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
-    allowed, search = cache.prepare(query, budget), cache.search
+    search = cache.search
+    alone = cache.sealed_device is None and cache.ranks is None and cache.codec is None and not cache.check
+    at_once = alone and search.at_once  # where compiled code looks whether the query is finite
+    allowed = cache.prepare(query, budget, finite=not at_once)
     if allowed.mass is not None or search.abilities.weighs_unsealed:
         _same_scale(query, cache, scale, "weighs rows")
+    if at_once:
+        out = search.decoded(query, allowed.rows, scale, impl) if allowed.mass is None else None
+        if out is not None:
+            return out
+        cache.check_finite(query)
     if cache.ranks is not None:
         return _decode_over_ranks(query, cache, allowed, cache.ranks, scale, impl)
     if cache.sealed_device is None:
-        if not cache.check and cache.codec is None and allowed.mass is None:
-            out = search.decoded(query, allowed.rows, scale, impl)
-            if out is not None:
-                return out
         selection = search.choose(query, allowed, counted=cache.check)
         return attend_chosen(query, cache, selection, scale=scale, impl=impl)
     return _decode_beside_host(query, cache, allowed, scale, impl)

@@ -353,8 +353,11 @@ class KVCache(CacheEdits):
         """
         return self.search.choose(query, self.prepare(query, budget), counted=True)
 
-    def prepare(self, query: Tensor, budget: Budget) -> Allowance:
-        """Do the first half of `select`: check both, seal what is due, and say what the budget allows."""
+    def prepare(self, query: Tensor, budget: Budget, finite: bool = True) -> Allowance:
+        """Do the first half of `select`: check both, seal what is due, and say what the budget allows.
+
+        finite: whether the query's numbers are looked at too; who says no does so later (`check_finite`).
+        """
         stored, keys = self.stored, self.stored.keys.storage
         if keys is None or stored.broken or not stored.zones.count:
             stored.require()
@@ -364,8 +367,8 @@ class KVCache(CacheEdits):
             _, heads, group, size = query.shape
             self.selector.check_shape(heads, group, size)
             self._group = group
-        if not query.is_cuda and not math.isfinite(query.sum()):
-            input_checks.check_finite(query=query)
+        if finite:
+            self.check_finite(query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
         if self._learns and (learned := stored.queries.kept) is not None:
@@ -375,6 +378,12 @@ class KVCache(CacheEdits):
             rank_checks.check_in_rows(allowed)
         self._seal_due(decoded=1)
         return allowed
+
+    @staticmethod
+    def check_finite(query: Tensor) -> None:
+        """Refuse, by ValueError, a query with NaN or infinite numbers; on a GPU nobody looks."""
+        if not query.is_cuda and not math.isfinite(query.sum()):
+            input_checks.check_finite(query=query)
 
     def _allowance(self, budget: Budget) -> Allowance:
         """Return `allowance`; of a budget in rows the part that does not follow the context is asked for once."""

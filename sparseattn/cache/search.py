@@ -18,7 +18,7 @@ from sparseattn.cache.rows import StoredRows
 from sparseattn.cache.written_in_place import only_read
 from sparseattn.core.budget import Allowance
 from sparseattn.core.mass import Promise, cut
-from sparseattn.core.selection import Selection, Tail, Weighed
+from sparseattn.core.selection import Chosen, Selection, Tail, Weighed
 from sparseattn.kernels.attend.dispatch import attend
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Selector, StepContext
@@ -35,7 +35,7 @@ class Search:
 
     Attributes:
         abilities: which parts of the selector can do what.
-        latest: the last selection; None before the first.
+        chosen: what the last step chose; None before the first.
         keep_choice: whether the next steps read what the last one chose, as long as no rows are sealed: drafts of one
             round may. The selector is not asked, and nothing is counted as read to choose.
         latest_tail: what was attended to beside it.
@@ -55,10 +55,15 @@ class Search:
 
     def forget(self) -> None:
         """Let go of what was answered."""
-        self.latest: Selection | None = None
+        self.chosen: Chosen | None = None
         self._latest_sealed: list[int] = []  # rows of each sequence that it chose among, on all ranks together
         self.latest_tail: Tail | None = None
         self.latest_promise: Promise | None = None
+
+    @property
+    def latest(self) -> Selection | None:
+        """The last selection; None before the first."""
+        return None if self.chosen is None else self.chosen.selection
 
     def let_go(self) -> None:
         """Keep no storage alive that is about to be replaced."""
@@ -132,7 +137,7 @@ class Search:
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
         """
-        if self.keep_choice and self.latest is not None and self._latest_sealed == self.stored.zones.sealed:
+        if self.keep_choice and self.chosen is not None and self._latest_sealed == self.stored.zones.sealed:
             return self._kept(counted)
         if self.check:
             self.note_dropped()  # what it drops while it chooses, it may still read at this step
@@ -145,23 +150,28 @@ class Search:
         self.latest_tail = self.latest_promise = None
         if self.check:
             with only_read(self.selector, query=there, **self._shown()):
-                self.latest = self._chosen(there, allowed, unsealed_lse, counted)
+                selection = self._chosen(there, allowed, unsealed_lse, counted)
         else:
-            self.latest = self._chosen(there, allowed, unsealed_lse, counted)
+            selection = self._chosen(there, allowed, unsealed_lse, counted)
         self._latest_sealed = [*self.stored.zones.sealed]
         self.lookahead = None  # it was of this step
         if weighed_here and counted:
-            self.latest = self._also_read(self.latest)
-        return self.latest
+            selection = self._also_read(selection)
+        self.chosen = Chosen.of(selection)
+        return selection
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a step may choose and attend at once: most methods choose by other things than bounds or codes, and
+        what the last step chose may be asked for again."""
+        return self._at_once is not None and not self.keep_choice
 
     def decoded(self, query: Tensor, rows: int, scale: float | None, impl: str | None) -> Tensor | None:
-        """Choose and attend at once, and keep the selection as `choose` does; None where that takes two calls: most
-        methods choose by other things than bounds or codes, and what the last step chose may be asked for again."""
-        if self._at_once is None or self.keep_choice:
+        """Choose and attend `at_once`, and keep what was chosen as `choose` does; None where that takes two calls, or
+        where the query, or its sum, is not finite."""
+        if self._at_once is None or (found := self._at_once(query, rows, scale, impl)) is None:
             return None
-        if (found := self._at_once(query, rows, scale, impl)) is None:
-            return None
-        out, self.latest = found
+        out, self.chosen = found
         self.latest_tail = self.latest_promise = self.lookahead = None
         self._latest_sealed = [*self.stored.zones.sealed]
         return out
@@ -174,13 +184,15 @@ class Search:
 
     def _kept(self, counted: bool) -> Selection:
         """Return the last selection, whose choice cost nothing now."""
-        assert self.latest is not None
+        kept = self.latest
+        assert kept is not None
         self.latest_tail = self.latest_promise = self.lookahead = None
-        if counted and self.latest.scan_bytes is not None:
-            nothing = torch.zeros_like(self.latest.scan_bytes)
-            scanned = None if self.latest.scanned is None else torch.zeros_like(self.latest.scanned)
-            self.latest = dataclasses.replace(self.latest, scanned=scanned, scan_bytes=nothing)
-        return self.latest
+        if counted and kept.scan_bytes is not None:
+            nothing = torch.zeros_like(kept.scan_bytes)
+            scanned = None if kept.scanned is None else torch.zeros_like(kept.scanned)
+            kept = dataclasses.replace(kept, scanned=scanned, scan_bytes=nothing)
+            self.chosen = Chosen.of(kept)
+        return kept
 
     def _chosen(
         self, query: Tensor, allowed: Allowance, unsealed_lse: Callable[[], Tensor] | None, counted: bool

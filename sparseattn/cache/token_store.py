@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.cache.rows import CUT_SHORT, StoredRows
-from sparseattn.kernels.token_rows import reference
-from sparseattn.kernels.token_rows.dispatch import PUT, Storage
+from sparseattn.kernels.token_rows.dispatch import Storage, TokenWriter, token_writer
 
 
 class TokenStore:
@@ -19,8 +18,8 @@ class TokenStore:
 
     def __init__(self, stored: StoredRows) -> None:
         self.stored = stored
-        self._room: Storage | None = None  # where tokens go, and
-        self._shape, self._put = torch.Size(()), reference.put  # what it takes
+        self._shape = torch.Size(())  # of a token's keys, where tokens can go
+        self.let_go()
 
     def put(self, keys: Tensor, values: Tensor) -> bool:
         """Store `[B,H,1,D]` on a CPU.
@@ -31,8 +30,8 @@ class TokenStore:
         """
         stored, room = self.stored, self._room
         if room is None or not self._holds(room):
-            room = self._room = self._room_there()
-        if room is None or stored.broken or not (type(keys) is type(values) is Tensor):
+            room = self._look()
+        if room is None or self._write is None or stored.broken or not (type(keys) is type(values) is Tensor):
             return False
         like, shape = room.keys, keys.shape
         if shape != self._shape or shape != values.shape or not keys.dtype == values.dtype == like.dtype:
@@ -45,14 +44,15 @@ class TokenStore:
         if row >= min(like.shape[2], room.positions.shape[1]):
             return False
         stored.broken = CUT_SHORT
-        if done := self._put(keys, values, room, row, position):
+        if done := self._write(keys, values, row, position):
             stored.note_token(row, position)
         stored.broken = ""
         return done
 
     def let_go(self) -> None:
         """Keep no storage alive that is about to be replaced."""
-        self._room = None
+        self._room: Storage | None = None  # where tokens go, and
+        self._write: TokenWriter | None = None  # what writes them there
 
     def _holds(self, room: Storage) -> bool:
         """Whether the rows lie there still: storage is replaced where it grows, and with other sequences."""
@@ -64,6 +64,15 @@ class TokenStore:
             and room.rows is stored.bounds.rows
             and room.newest is stored.newest
         )
+
+    def _look(self) -> Storage | None:
+        """Look where tokens go, and keep that in mind."""
+        self.let_go()
+        room = self._room = self._room_there()
+        if room is not None:
+            self._write = token_writer(room)
+            self._shape = torch.Size((*room.keys.shape[:2], 1, room.keys.shape[3]))
+        return room
 
     def _room_there(self) -> Storage | None:
         """Where tokens go; None where they cannot so: on a GPU, in storage of a fixed size, before the first row."""
@@ -82,6 +91,4 @@ class TokenStore:
             return None
         if keys.shape != values.shape or len(stored.bounds.rows) != len(keys):
             return None
-        self._shape = torch.Size((*keys.shape[:2], 1, keys.shape[3]))
-        self._put = PUT.pick(None, keys.device, keys.dtype).put
         return Storage(keys, values, positions, stored.bounds.rows, stored.newest)

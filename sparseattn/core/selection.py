@@ -172,6 +172,37 @@ class Selection:
         return out[..., :rows]
 
 
+class Chosen:
+    """What a step chose, whole spans, as numbers of which a `Selection` is made when somebody asks: few steps' are.
+
+    Args:
+        numbers: int32, from whose first on start and length lie, `[2,B,Hs,S]`.
+        sizes: these.
+        span: rows of every span that is used.
+    """
+
+    __slots__ = ("_numbers", "_selection", "_span", "sizes")
+
+    def __init__(self, numbers: Tensor, sizes: tuple[int, ...], span: int) -> None:
+        self._numbers, self.sizes, self._span = numbers, sizes, span
+        self._selection: Selection | None = None
+
+    @classmethod
+    def of(cls, selection: Selection) -> Chosen:
+        """Return what stands for a selection that is there."""
+        chosen = cls(selection.start, (2, *selection.start.shape), selection.span)
+        chosen._selection = selection
+        return chosen
+
+    @property
+    def selection(self) -> Selection:
+        """The selection, the same at each call."""
+        if self._selection is None:
+            start, length = self._numbers.view(-1)[: math.prod(self.sizes)].view(self.sizes).unbind()
+            self._selection = Selection(start, length, self._span, whole=True)
+        return self._selection
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Weighed:
     """A selection, and what a method estimates that it weighs: what a budget by mass is cut by (`mass.cut`).

@@ -269,3 +269,17 @@ def storage_of(part: Tensor) -> Any:
         flat = part.as_strided((last,), (1,))
     bits = BITS.get(flat.dtype)
     return (flat if bits is None else flat.view(bits)).numpy()
+
+
+@njit(fastmath=set(FAST))
+def _sum(numbers, many):
+    total = np.float32(0)
+    for i in range(many):
+        total += read(numbers, i)
+    return total
+
+
+@njit  # not fastmath, under which what is not finite may be taken to be so
+def all_finite(numbers, many):
+    """Return whether the first `many` numbers are finite, and their sum too."""
+    return np.isfinite(_sum(numbers, many))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparseattn.models.dense_rows import DenseRows
 from sparseattn.models.passes import Passes
 from sparseattn.models.real_tokens import RealTokens
 from sparseattn.models.sparse_layer import SparseLayer
@@ -21,6 +22,7 @@ class EditedCache(Cache):
     layers: list[Any]
     _passes: Passes
     _real: RealTokens
+    dense_rows: DenseRows
 
     @property
     def sparse_layers(self) -> dict[int, SparseLayer]:
@@ -115,6 +117,7 @@ class EditedCache(Cache):
             else:
                 self.layers[index] = fresh[index]
         self._real = RealTokens()
+        self.dense_rows.let_go()
         self._passes.forget()
 
 

@@ -259,5 +259,5 @@ def _attend(
     if isinstance(layer, SparseLayer):
         return layer.attend(call, run), None
     run.cache.count_dense(index)
-    out = decode_densely(call, run.original, run.cache.impl)
+    out = decode_densely(call, run.original, run.cache.impl, run.cache.dense_rows)
     return delegate(call, run.original) if out is None else (out, None)

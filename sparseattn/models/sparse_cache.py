@@ -30,6 +30,7 @@ from sparseattn.models import layer_checks as checks
 from sparseattn.models import prompt_files
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_edits import EditedCache
+from sparseattn.models.dense_rows import DenseRows
 from sparseattn.models.errors import ModelError
 from sparseattn.models.layer_maker import LayerMaker
 from sparseattn.models.model_hooks import leave, prepare, restore
@@ -161,6 +162,7 @@ class SparseCache(EditedCache):
         }
         self._seal, self.impl = seal, impl
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
+        self.dense_rows = DenseRows()  # of the same
         self._real = RealTokens()
         self.board = Board()  # on which layers leave choices for those behind
         self._dtype = model.dtype  # when the first row came
@@ -246,6 +248,7 @@ class SparseCache(EditedCache):
         # Layers of transformers make new tensors when they grow, so a shallow copy of these is independent.
         twin.layers = [x.clone() if isinstance(x, SparseLayer) else copy.copy(x) for x in self.layers]
         twin._dense_calls, twin.board, twin._passes = Counter(), Board(), self._passes.clone()
+        twin.dense_rows = DenseRows()
         twin._real = self._real.clone()
         for layer in twin.sparse_layers.values():
             for part in layer.parts:
@@ -320,6 +323,17 @@ class SparseCache(EditedCache):
         return int(self.get_seq_length())
 
     # -- a forward pass ----------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Give a layer new keys and values `[B,H,n,D]` and return those that it attends to."""
+        if layer_idx < len(self.layers) and not isinstance(layer := self.layers[layer_idx], SparseLayer):
+            read = self.dense_rows.put(layer_idx, layer, key_states, value_states)
+            if read is not None:
+                return read
+        out: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return out
 
     def begin(self, inputs: Mapping[str, Any], logits: int) -> Run:
         """Begin a forward pass with these keyword arguments, and return what the layers need to know of it.

@@ -13,7 +13,7 @@ from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.activity import LayerActivity
 from sparseattn.core.budget import Budget
-from sparseattn.core.selection import Selection
+from sparseattn.core.selection import Chosen, Selection
 from sparseattn.roles.role import Share
 
 WAITING = 64  # selections whose rows are counted at once
@@ -51,7 +51,7 @@ class SparseHeads:
         self.calls = 0
         # Rows chosen, read anyway and stored, summed over calls; a tensor on a GPU, for which no step waits.
         self._chosen: float | Tensor = 0.0
-        self._waiting: list[Tensor] = []  # lengths of selections of one shape that are not counted yet
+        self._waiting: list[Chosen] = []  # of one size, whose rows are not counted yet
         self._always, self._stored = 0.0, 0.0
         self._read: float | Tensor = 0.0  # shares, by KV head
         # Of the sequences whose token was no padding: rows read by a head on average, and bytes that all heads read.
@@ -130,7 +130,7 @@ class SparseHeads:
 
     def _count(self, real: Tensor | None) -> None:
         rows = self.rows
-        chosen, tail = rows.search.latest, rows.search.latest_tail
+        chosen, tail = rows.search.chosen, rows.search.latest_tail
         assert chosen is not None
         stored, _ = rows.counts
         always_read = rows.stored.near_counts  # sink and rows not sealed, which every query reads
@@ -145,11 +145,11 @@ class SparseHeads:
         self.steps += steps
         self._held += rows_stored
         self._rows = self._rows + rows_always
-        for selection in (chosen,) if tail is None else (chosen, tail.selection):
-            length = selection.length  # [B,Hs,S] rows
+        for part in (chosen,) if tail is None else (chosen, Chosen.of(tail.selection)):
             if real is None:
-                self._wait(length)
+                self._wait(part)
             else:
+                length = part.selection.length  # [B,Hs,S] rows
                 read = (length.sum((1, 2)) * real.to(length.device)).sum()
                 self._add(length.sum(), length, read)
         self._always += always
@@ -158,24 +158,24 @@ class SparseHeads:
         if not rows.check:
             self._bytes = math.nan
             return
-        read_bytes, row = self._bytes_read(chosen), self._row_bytes  # a comparison, which pays for looking
+        read_bytes, row = self._bytes_read(chosen.selection), self._row_bytes  # a comparison, which pays for looking
         self._read = self._read + (always + read_bytes.mean(0) / row) / mean_stored
         if real is not None:
             read_bytes = read_bytes * real.to(read_bytes.device)[:, None]
         self._bytes = self._bytes + read_bytes.sum() + rows.keys.shape[1] * row * rows_always
 
-    def _wait(self, length: Tensor) -> None:
-        """Count the rows `[B,Hs,S]` of a selection later: many at once cost a step less."""
-        waiting = self._waiting
-        if waiting and (len(waiting) == WAITING or waiting[0].shape != length.shape):
+    def _wait(self, chosen: Chosen) -> None:
+        """Count the rows of a selection later: many at once cost a step less."""
+        waiting, sizes = self._waiting, chosen.sizes
+        if waiting and (len(waiting) == WAITING or waiting[0].sizes != sizes):
             self._count_waiting()
-        self._waiting.append(length)
-        if length.numel() > SLOTS:
+        self._waiting.append(chosen)
+        if math.prod(sizes) > 2 * SLOTS:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
         if self._waiting:
-            length, self._waiting = torch.stack(self._waiting), []
+            length, self._waiting = torch.stack([chosen.selection.length for chosen in self._waiting]), []
             read = length.sum()
             self._add(read, length[0], read)
 

@@ -176,6 +176,21 @@ def test_gradients_take_two_calls(counted: list[bool]) -> None:
     assert counted == [True, False]
 
 
+@pytest.mark.parametrize("method", ["sum", "lowbit", "products"])
+def test_a_query_that_is_not_finite_is_refused(method: str, counted: list[bool]) -> None:
+    keys, values, query = drawn(1, 200, torch.float32)
+    cache = KVCache(METHODS[method].clone(), check=False)
+    cache.append(keys, values)
+    bad = query.clone()
+    bad[0, 1, 2, 3] = torch.nan
+    with pytest.raises(ValueError, match="query must be finite, got nan"):
+        decode(bad, cache, 32)
+    decode(query, cache, 32)
+    huge = torch.full_like(query, 2e36)  # finite numbers whose sum is not take two calls
+    assert decode(huge, cache, 32).isfinite().all()
+    assert counted == [False, True, False]
+
+
 def test_a_kept_choice_is_read_again(counted: list[bool]) -> None:
     keys, values, query = drawn(1, 200, torch.float32)
     cache = KVCache(Quest(8), check=False)
@@ -201,7 +216,8 @@ def test_compiled_code_is_the_specification(group: str) -> None:
         )
         for impl in ("numba", "torch")
     ]
-    (out, chosen), (right, expected) = found
+    assert None not in found
+    (out, chosen), (right, expected) = ((out, chosen.selection) for out, chosen in found)
     torch.testing.assert_close(out, right)
     assert torch.equal(chosen.start.sort().values, expected.start.sort().values)
     assert torch.equal(chosen.length, expected.length)

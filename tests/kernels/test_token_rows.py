@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from sparseattn import KVCache, decode, make_selector
-from sparseattn.kernels.token_rows.dispatch import Storage, put
+from sparseattn.kernels.token_rows.dispatch import Storage, token_writer
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -25,9 +25,9 @@ def test_compiled_code_stores_what_torch_stores(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(3)
     keys, values = torch.randn(2, 2, 1, 3, 5, generator=draw).to(dtype).transpose(2, 3)
     held, expected = storage(dtype), storage(dtype)
+    writers = token_writer(held, impl="numba"), token_writer(expected, impl="torch")
     for row, position in ((0, 0), (6, 40), (3, 41)):
-        assert put(keys, values, held, row, position, impl="numba")
-        assert put(keys, values, expected, row, position, impl="torch")
+        assert all(write(keys, values, row, position) for write in writers)
         for part, wanted in zip(held, expected, strict=True):
             assert torch.equal(part, wanted)
     assert held.rows.tolist() == [4, 4]
@@ -41,7 +41,7 @@ def test_rows_that_are_not_finite_are_not_stored(impl: str, bad: float, which: i
     rows = [torch.randn(2, 3, 1, 5) for _ in range(2)]
     rows[which][1, 2, 0, 4] = bad
     held, before = storage(torch.float32), storage(torch.float32)
-    assert not put(*rows, held, 2, 2, impl=impl)
+    assert not token_writer(held, impl=impl)(*rows, 2, 2)
     assert all(torch.equal(part, wanted) for part, wanted in zip(held, before, strict=True))
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseattn.core.selection import Bounds, Selection
+from sparseattn.core.selection import Bounds, Chosen
 from sparseattn.kernels.attend.cpu_prepared import attend_prepared, prepared
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import KINDS, LOG2E
+from sparseattn.kernels.numba_rows import KINDS, LOG2E, all_finite, array_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.page_bounds.bounds import VotedBounds
 from sparseattn.kernels.page_bounds.cpu import score_pages
@@ -29,10 +29,12 @@ FLAGS = KINDS[torch.bool]
 def _attend_bounded(kind, flag, numbers, rows, temperature, scale, query_at, chosen_at, out_at):
     """kind, flag: what queries, bounds and rows are, and what says which pages are there; numbers: see `_Step`; rows:
     see `attend_prepared`; temperature, scale: what bounds are divided by, and the factor of logits of base 2; ..._at:
-    where queries, start and length of the spans, and outputs lie."""
+    where queries, start and length of the spans, and outputs lie. Return whether the query is finite."""
     batch, heads, group, size, listed, slots, page, summed, each = numbers[:9]
     low_at, low_b, low_h, low_p, high_at, high_b, high_h, high_p, valid_at, valid_step = numbers[9:19]
     scores_at, lse_at, tabled = numbers[19:22]
+    if not all_finite(array_at(kind, query_at, batch * heads * group * size), batch * heads * group * size):
+        return False
     per = group if each else 1
     score_pages(
         (kind, query_at, group, size, temperature), (kind, low_at, (low_b, low_h, low_p)),
@@ -41,6 +43,7 @@ def _attend_bounded(kind, flag, numbers, rows, temperature, scale, query_at, cho
     )  # fmt: skip
     list_best_pages(scores_at, (batch * heads * per, listed, slots), page, chosen_at)
     attend_prepared(kind, rows, query_at, scale, chosen_at, (out_at, lse_at))
+    return True
 
 
 class _Step:
@@ -69,21 +72,21 @@ class _Step:
         )  # fmt: skip
         self.rows = np.array(prepared(query, keys, values, bounds, lists, slots, page), np.int64)
         self.factors = np.float32(voted.temperature), np.float32(scale) * LOG2E
-        # Multiplications of the scores, of the attention to pages and sink, and of that to a recent row.
-        self.scoring = 2 * size * listed * batch * heads * (1 if summed else group)
+        # Multiplications of scores and attention, and those of a recent row.
         self.row = 2 * size * batch * heads * group
-        self.attending = self.row * (slots * page + bounds.base)
+        self.work = 2 * size * listed * batch * heads * (1 if summed else group) + self.row * (
+            slots * page + bounds.base
+        )
 
-    def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Selection]:
+    def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Chosen] | None:
         query, chosen, out = query.contiguous(), torch.empty(self.chosen, dtype=torch.int32), torch.empty_like(query)
         with ONE_AT_A_TIME:
-            use_threads(max(self.scoring, self.attending + self.row * recent))
-            _attend_bounded(
+            use_threads(self.work + self.row * recent)
+            finite = _attend_bounded(
                 self.kind, FLAGS, self.numbers, self.rows, *self.factors, query.data_ptr(), chosen.data_ptr(),
                 out.data_ptr(),
             )  # fmt: skip
-        start, length = chosen.unbind()
-        return out, Selection(start, length, self.page, whole=True)
+        return (out, Chosen(chosen, self.chosen, self.page)) if finite else None
 
 
 def bounded_step(

@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from sparseattn.core.selection import Bounds, Selection
+from sparseattn.core.selection import Bounds, Chosen
 from sparseattn.kernels.implementations import Operation
 from sparseattn.kernels.page_bounds.bounds import VotedBounds
 
 ATTEND_BOUNDED = Operation(__package__, "torch", "numba")
-BoundedStep: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Selection]]  # see `bounded_step`
+BoundedStep: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Chosen] | None]  # see `bounded_step`
 
 
 def bounded_step(
@@ -45,7 +45,8 @@ def bounded_step(
 
     Returns:
         a function of a query `[B,H,G,D]`, after RoPE, and of how many recent rows a sequence has at most, which returns
-        `[B,H,G,D]` in the query's dtype and the selection. For one thread at a time.
+        `[B,H,G,D]` in the query's dtype and what was chosen; None where the query, or its sum, is not finite. For one
+        thread at a time.
     """
     kernel = ATTEND_BOUNDED.pick(impl, query.device, query.dtype)
     step: BoundedStep = kernel.bounded_step(query, voted, count, page, keys, values, bounds, scale)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseattn.core.selection import Bounds, Selection
+from sparseattn.core.selection import Bounds, Chosen, Selection
 from sparseattn.kernels.attend.cpu import attend
 from sparseattn.kernels.attend.cpu_prepared import attend_prepared, prepared
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import LOG2E, array_at
+from sparseattn.kernels.numba_rows import LOG2E, all_finite, array_at
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, scratch, use_threads
 from sparseattn.kernels.product_codes.codes import RankedCodes
 from sparseattn.kernels.product_codes.cpu import BestRows, best_by_codes
@@ -21,28 +21,35 @@ from sparseattn.kernels.quantized_keys.cpu_choice import LikelyRows, best_of_lik
 from sparseattn.kernels.quantized_keys.cpu_vote import best_of_all
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
+KNOWN, UNSURE, NOT_FINITE = 0, 1, 2  # the rows are the best; some that were not listed may be better; the query is not
+
 
 @entry(cache=True, nogil=True)
 def _attend_coded(kinds, numbers, rows, factor, scale, query_at, arenas_at, chosen_at, outs):
     """kinds, numbers, factor, query_at, arenas_at, chosen_at: see `best_of_likely`; rows, scale, outs: see
-    `attend_prepared`. Return whether the rows that it attended to are surely the best."""
+    `attend_prepared`. Return `KNOWN` or why there is no output."""
+    lists, slots, many = numbers[0], numbers[13], numbers[0] * numbers[2] * numbers[3]
+    if not all_finite(array_at(kinds[0], query_at, many), many):
+        return NOT_FINITE
     best_of_likely(kinds, numbers, factor, query_at, arenas_at, chosen_at)
-    lists, slots = numbers[0], numbers[13]
     known = array_at(np.int32, chosen_at + 8 * lists * slots, lists)
     for which in range(lists):
         if not known[which]:
-            return False
+            return UNSURE
     attend_prepared(kinds[0], rows, query_at, scale, chosen_at, outs)
-    return True
+    return KNOWN
 
 
 @entry(cache=True, nogil=True)
 def _attend_named(kinds, numbers, rows, root, scale, query_at, arenas_at, chosen_at, outs):
     """kinds, numbers, root, query_at, arenas_at, chosen_at: see `best_by_codes`; rows, scale, outs: see
-    `attend_prepared`. Return that the rows are the best."""
+    `attend_prepared`. Return `KNOWN` or why there is no output."""
+    many = numbers[0] * numbers[7] * numbers[8] * numbers[10]
+    if not all_finite(array_at(kinds[0], query_at, many), many):
+        return NOT_FINITE
     best_by_codes(kinds, numbers, root, query_at, arenas_at, chosen_at)
     attend_prepared(kinds[0], rows, query_at, scale, chosen_at, outs)
-    return True
+    return KNOWN
 
 
 class _Step:
@@ -65,22 +72,23 @@ class _Step:
         self.rows = np.array(prepared(query, keys, values, bounds, batch * heads, count, 1), np.int64)
         self.scale, self.lse_at = np.float32(scale) * LOG2E, lse.data_ptr()
         self.row = 2 * size * batch * heads * group
-        self.attending = self.row * (count + bounds.base)
+        self.work = self.choice.work + self.row * (count + bounds.base)
 
-    def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Selection]:
+    def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Chosen] | None:
         choice, query = self.choice, query.contiguous()
         chosen, out = torch.empty(choice.lists * (2 * choice.count + 1), dtype=torch.int32), torch.empty_like(query)
         with ONE_AT_A_TIME:
-            use_threads(max(choice.work, self.attending + self.row * recent))
-            known = self.run(
+            use_threads(self.work + self.row * recent)
+            state = self.run(
                 choice.kinds, choice.numbers, self.rows, choice.factor, self.scale, query.data_ptr(),
                 scratch(choice.arenas).data_ptr(), chosen.data_ptr(), (out.data_ptr(), self.lse_at),
             )  # fmt: skip
-        if not known and self.unsure is not None:
+        if state == NOT_FINITE:
+            return None
+        if state == UNSURE and self.unsure is not None:
             selection = Selection.pages(best_of_all(query, self.unsure, choice.count), 1)
-            return attend(query, self.keys, self.values, selection, self.bounds, self.factor)[0], selection
-        start, length = chosen[: 2 * choice.lists * choice.count].view(self.chosen).unbind()
-        return out, Selection(start, length, 1, whole=True)
+            return attend(query, self.keys, self.values, selection, self.bounds, self.factor)[0], Chosen.of(selection)
+        return out, Chosen(chosen, self.chosen, 1)
 
 
 def coded_step(

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from sparseattn.core.selection import Bounds, Selection
+from sparseattn.core.selection import Bounds, Chosen
 from sparseattn.kernels.implementations import Operation
 from sparseattn.kernels.product_codes.codes import RankedCodes
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 
 ATTEND_CODED = Operation(__package__, "torch", "numba")
-CodedStep: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Selection]]  # see `coded_step`
+CodedStep: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Chosen] | None]  # see `coded_step`
 
 
 def coded_step(
@@ -41,8 +41,9 @@ def coded_step(
 
     Returns:
         a function of a query `[B,H,G,D]`, after RoPE, and of how many recent rows a sequence has at most, which returns
-        `[B,H,G,D]` in the query's dtype and the selection. For one thread at a time. None where compiled code takes two
-        calls: more than half of the rows by keys of few bits, more rows than there are by product codes.
+        `[B,H,G,D]` in the query's dtype and what was chosen, or None where the query, or its sum, is not finite. For
+        one thread at a time. None in place of the function where compiled code takes two calls: more than half of the
+        rows by keys of few bits, more rows than there are by product codes.
     """
     kernel = ATTEND_CODED.pick(impl, query.device, query.dtype)
     step: CodedStep | None = kernel.coded_step(query, coded, count, keys, values, bounds, scale)

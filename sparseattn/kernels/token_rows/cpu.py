@@ -12,18 +12,10 @@ from torch import Tensor
 
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, KINDS, array_at, read
+from sparseattn.kernels.numba_rows import KINDS, all_finite, array_at
 
 if TYPE_CHECKING:
     from sparseattn.kernels.token_rows.dispatch import Storage
-
-
-@njit(fastmath=set(FAST))
-def _sum(numbers, many):
-    total = np.float32(0)
-    for i in range(many):
-        total += read(numbers, i)
-    return total
 
 
 @njit
@@ -37,14 +29,12 @@ def _copy(source, target, sizes, row):
 
 
 @entry(cache=True, nogil=True)
-def _put(kind, new, stored, sizes, notes, row, position):
-    """Store rows; new, stored: where keys and values lie; sizes: B, H, N, D, and N of the positions; notes: where
-    positions, rows and newest lie."""
-    (key_at, value_at), (keys_at, values_at) = new, stored
-    (batch, heads, rows, size, columns), (position_at, row_at, newest_at) = sizes, notes
+def _put(kind, numbers, key_at, value_at, row, position):
+    """Store rows; numbers: see `_Writer`; key_at, value_at: where the rows lie."""
+    batch, heads, rows, size, columns, keys_at, values_at, position_at, row_at, newest_at = numbers[:10]
     many, room = batch * heads * size, batch * heads * rows * size
     key, value = array_at(kind, key_at, many), array_at(kind, value_at, many)
-    if not np.isfinite(_sum(key, many)) or not np.isfinite(_sum(value, many)):
+    if not (all_finite(key, many) and all_finite(value, many)):
         return False
     _copy(key, array_at(kind, keys_at, room), (batch * heads, rows, size), row)
     _copy(value, array_at(kind, values_at, room), (batch * heads, rows, size), row)
@@ -55,13 +45,21 @@ def _put(kind, new, stored, sizes, notes, row, position):
     return True
 
 
-def put(keys: Tensor, values: Tensor, storage: Storage, row: int, position: int) -> bool:
-    """As `dispatch.put`."""
-    keys, values = keys.contiguous(), values.contiguous()
-    stored_keys, held_values, positions, rows, newest = storage
-    done: bool = _put(
-        KINDS[keys.dtype], (keys.data_ptr(), values.data_ptr()), (stored_keys.data_ptr(), held_values.data_ptr()),
-        (*stored_keys.shape, positions.shape[1]), (positions.data_ptr(), rows.data_ptr(), newest.data_ptr()),
-        row, position,
-    )  # fmt: skip
-    return done
+class _Writer:
+    """Where tokens go, in numbers, as numba looks at every argument of a call and at every number of a tuple."""
+
+    def __init__(self, storage: Storage) -> None:
+        keys, values, positions, rows, newest = self.held = storage  # addresses hold nothing
+        self.kind = KINDS[keys.dtype]
+        addresses = [tensor.data_ptr() for tensor in (keys, values, positions, rows, newest)]
+        self.numbers = np.array([*keys.shape, positions.shape[1], *addresses], np.int64)
+
+    def __call__(self, keys: Tensor, values: Tensor, row: int, position: int) -> bool:
+        keys, values = keys.contiguous(), values.contiguous()
+        done: bool = _put(self.kind, self.numbers, keys.data_ptr(), values.data_ptr(), row, position)
+        return done
+
+
+def token_writer(storage: Storage) -> _Writer:
+    """As `dispatch.token_writer`."""
+    return _Writer(storage)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from sparseattn.kernels.implementations import Operation
 
-PUT = Operation(__package__, "torch", "numba")
+TOKEN_ROWS = Operation(__package__, "torch", "numba")
+TokenWriter: TypeAlias = "Callable[[Tensor, Tensor, int, int], bool]"  # see `token_writer`
 
 
 class Storage(NamedTuple):
@@ -28,17 +30,17 @@ class Storage(NamedTuple):
     newest: Tensor
 
 
-def put(keys: Tensor, values: Tensor, storage: Storage, row: int, position: int, impl: str | None = None) -> bool:
-    """Write a token's key and value to `row` of every sequence, and note it as the newest.
+def token_writer(storage: Storage, impl: str | None = None) -> TokenWriter:
+    """Return a function that writes one more token, what is the same for all tokens being looked up once.
 
     Args:
-        keys, values: `[B,H,1,D]`, of the storage's dtype.
         storage: on the CPU.
-        row: below N.
-        position: of the token.
         impl: see `implementations`.
 
     Returns:
-        Whether keys and values are finite, and their sum too. Else nothing is written.
+        A function of keys and values `[B,H,1,D]` of the storage's dtype, of a row below N and of a position. It writes
+        the token to that row of every sequence, notes it as the newest, and returns True; or, where keys, values or
+        their sum are not finite, writes nothing and returns False.
     """
-    return bool(PUT.pick(impl, keys.device, keys.dtype).put(keys, values, storage, row, position))
+    writer: TokenWriter = TOKEN_ROWS.pick(impl, storage.keys.device, storage.keys.dtype).token_writer(storage)
+    return writer

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sparseattn.kernels.token_rows.dispatch import Storage
+    from sparseattn.kernels.token_rows.dispatch import Storage, TokenWriter
 
 
-def put(keys: Tensor, values: Tensor, storage: Storage, row: int, position: int) -> bool:
-    """As `dispatch.put`."""
-    if not math.isfinite(keys.sum()) or not math.isfinite(values.sum()):
-        return False
-    storage.keys.select(2, row).copy_(keys[:, :, 0])
-    storage.values.select(2, row).copy_(values[:, :, 0])
-    storage.positions[:, row] = position
-    storage.rows.fill_(row + 1)
-    storage.newest.fill_(position)
-    return True
+def token_writer(storage: Storage) -> TokenWriter:
+    """As `dispatch.token_writer`."""
+
+    def put(keys: Tensor, values: Tensor, row: int, position: int) -> bool:
+        if not math.isfinite(keys.sum()) or not math.isfinite(values.sum()):
+            return False
+        storage.keys.select(2, row).copy_(keys[:, :, 0])
+        storage.values.select(2, row).copy_(values[:, :, 0])
+        storage.positions[:, row] = position
+        storage.rows.fill_(row + 1)
+        storage.newest.fill_(position)
+        return True
+
+    return put

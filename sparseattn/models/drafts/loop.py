@@ -243,7 +243,7 @@ class DraftLoop:
         check for all of them."""
         parts = (part for layer in self.cache.sparse_layers.values() for part in layer.parts)
         searches = [part.rows.search for part in parts if not part.rows.search.abilities.check_followers]
-        return any(search.latest is not None and search.latest.start.shape[2] > 0 for search in searches)
+        return any(search.chosen is not None and search.chosen.sizes[3] > 0 for search in searches)
 
     def _keep_choices(self, keep: bool) -> None:
         """Let layers read at the next steps what they chose last, or choose at each."""

@@ -1,0 +1,1 @@
+"""Attention over one run of stored rows, prepared for all tokens that read them."""
