@@ -60,6 +60,7 @@ class _Step:
         lists = batch * heads * group if each else batch * heads
         self.page, slots = page, min(count, listed)
         self.chosen = 2, batch, lists // batch, slots
+        self.like = torch.empty(self.chosen, dtype=torch.int32)  # made again in half the time
         self.kind, scores, lse = KINDS[query.dtype], torch.empty(lists * listed), torch.empty(query.shape[:3])
         self.held = voted, keys, values, bounds, scores, lse  # addresses hold nothing
         self.numbers = np.array(
@@ -79,7 +80,7 @@ class _Step:
         )
 
     def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Chosen] | None:
-        query, chosen, out = query.contiguous(), torch.empty(self.chosen, dtype=torch.int32), torch.empty_like(query)
+        query, chosen, out = query.contiguous(), torch.empty_like(self.like), torch.empty_like(query)
         with ONE_AT_A_TIME:
             use_threads(self.work + self.row * recent)
             finite = _attend_bounded(

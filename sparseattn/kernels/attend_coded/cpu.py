@@ -68,6 +68,7 @@ class _Step:
             self.choice, self.run, self.unsure = LikelyRows(query, coded, count), _attend_coded, coded
         (batch, heads, group, size), lse = query.shape, torch.empty(query.shape[:3])
         self.chosen = 2, batch, heads, count
+        self.like = torch.empty(self.choice.lists * (2 * count + 1), dtype=torch.int32)  # made again in half the time
         self.keys, self.values, self.bounds, self.lse, self.factor = keys, values, bounds, lse, scale
         self.rows = np.array(prepared(query, keys, values, bounds, batch * heads, count, 1), np.int64)
         self.scale, self.lse_at = np.float32(scale) * LOG2E, lse.data_ptr()
@@ -76,7 +77,7 @@ class _Step:
 
     def __call__(self, query: Tensor, recent: int) -> tuple[Tensor, Chosen] | None:
         choice, query = self.choice, query.contiguous()
-        chosen, out = torch.empty(choice.lists * (2 * choice.count + 1), dtype=torch.int32), torch.empty_like(query)
+        chosen, out = torch.empty_like(self.like), torch.empty_like(query)
         with ONE_AT_A_TIME:
             use_threads(self.work + self.row * recent)
             state = self.run(
