@@ -326,8 +326,8 @@ class KVCache(CacheEdits):
         zones, keep, least = self.stored.zones, self.window + self.rollback, self.seal_rows if self._decoded else 1
         if self.ranks is not None and not self._decoded:
             rank_checks.check_same_prompt(self.ranks, zones.count, self.stored.device)
-        if self._decoded and max(zones.count) - min(zones.sealed) - self.sink - keep < least:
-            return  # no sequence has as many waiting
+        if self._none_due():
+            return
         each = zones.due(keep, least, self.unit)
         if max(each):
             input_checks.check_repeatable(self.stored.keys.full, "sealing rows")
@@ -335,6 +335,11 @@ class KVCache(CacheEdits):
         if max(each) == 0:
             return
         self._seal_rows(each, decoded)
+
+    def _none_due(self) -> bool:
+        """Whether no sequence has as many rows waiting as are sealed at once, without a look at each."""
+        zones, keep = self.stored.zones, self.sink + self.window + self.rollback
+        return self._decoded and max(zones.count) - min(zones.sealed) - keep < self.seal_rows
 
     @keeps_tensors
     def _seal_rows(self, each: list[int], decoded: int) -> None:
@@ -356,7 +361,8 @@ class KVCache(CacheEdits):
     def prepare(self, query: Tensor, budget: Budget, finite: bool = True) -> Allowance:
         """Do the first half of `select`: check both, seal what is due, and say what the budget allows.
 
-        finite: whether the query's numbers are looked at too; who says no does so later (`check_finite`).
+        finite: whether the query's numbers are looked at too. Who says no does so later (`check_finite`); before rows
+            are sealed they are looked at all the same.
         """
         stored, keys = self.stored, self.stored.keys.storage
         if keys is None or stored.broken or not stored.zones.count:
@@ -367,7 +373,7 @@ class KVCache(CacheEdits):
             _, heads, group, size = query.shape
             self.selector.check_shape(heads, group, size)
             self._group = group
-        if finite:
+        if finite or not self._none_due():
             self.check_finite(query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")

@@ -12,7 +12,8 @@ from sparseattn.utils.inference_mode import keeps_tensors
 
 
 class RowsInPlace:
-    """Storage of the rows `[B,H,n,D]` that are there, and room for more. Rows that were shown are never changed.
+    """Storage of the rows `[B,H,n,D]` that are there, and room for more. Rows that were shown are never changed. What
+    attends to them holds addresses, so that this is not copied.
 
     Args:
         keys, values: the rows, which are copied.

@@ -21,6 +21,13 @@ class TokenStore:
         self._shape = torch.Size(())  # of a token's keys, where tokens can go
         self.let_go()
 
+    def __getstate__(self) -> StoredRows:
+        """Leave out what was looked up: a copy looks up where its own rows lie."""
+        return self.stored
+
+    def __setstate__(self, stored: StoredRows) -> None:
+        self.__init__(stored)  # type: ignore[misc]
+
     def put(self, keys: Tensor, values: Tensor) -> bool:
         """Store `[B,H,1,D]` on a CPU.
 

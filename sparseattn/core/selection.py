@@ -176,8 +176,8 @@ class Chosen:
     """What a step chose, whole spans, as numbers of which a `Selection` is made when somebody asks: few steps' are.
 
     Args:
-        numbers: int32, from whose first on start and length lie, `[2,B,Hs,S]`.
-        sizes: these.
+        numbers: int32, of which the first are start and length, `[2,B,Hs,S]`.
+        sizes: 2, B, Hs and S.
         span: rows of every span that is used.
     """
 

@@ -66,6 +66,7 @@ class EditedCache(Cache):
                 nothing has changed. Or of a pass that was cut short, a layer cannot go back: rows were being stored or
                 sealed, or it keeps a state that does not go back.
         """
+        self.dense_rows.let_go()
         if not self._passes.whole(self.layers):
             self._take_back(self._passes.tokens_after_crop(self.layers, tokens_to_remove))
             return
@@ -95,16 +96,19 @@ class EditedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequence b become what sequence `beam_idx[b]` was."""
+        self.dense_rows.let_go()
         super().reorder_cache(beam_idx)
         self._real.take(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
+        self.dense_rows.let_go()
         super().batch_repeat_interleave(repeats)
         self._real.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices`."""
+        self.dense_rows.let_go()
         super().batch_select_indices(indices)
         self._real.take(indices)
 

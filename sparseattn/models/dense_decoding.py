@@ -2,8 +2,8 @@
 
 transformers asks torch for a group's attention without a mask, for which torch has no fast code on CPUs: one token over
 4,096 rows of bfloat16, 8 KV heads of 4 and D 128, took 22 ms on 2 cores without AVX-512, and 2 here (the log,
-2026-11-30). Under a mask that hides nothing torch takes half as long again as one compiled call. In float32 it is as
-fast.
+2026-11-30). Under a mask that hides nothing torch is about as fast, but the call costs more around it. In float32 calls
+stay torch's.
 """
 
 from __future__ import annotations

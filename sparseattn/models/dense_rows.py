@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseattn.cache.rows_in_place import RowsInPlace
 from sparseattn.models.transformers_classes import DynamicLayer, DynamicSlidingWindowLayer
 
-LEAST, SHARE = 64, 8  # room for new rows, at least, and what part of the rows that are there: their window's all
+LEAST, SHARE = 64, 8  # room for new rows: so many, or one for so many that are there; for a window its length
 
 
 class _Held:
@@ -22,10 +22,8 @@ class _Held:
     """
 
     def __init__(self, keys: Tensor, values: Tensor, window: int) -> None:
-        (batch, heads, count, size), self.dtype = keys.shape, keys.dtype
-        room = max(LEAST, window or count // SHARE)
-        self.rows, self.window, self.most = RowsInPlace(keys, values, room), window, window or count + room
-        self.token = torch.Size((batch, heads, 1, size))
+        room = max(LEAST, window or keys.shape[2] // SHARE)
+        self.rows, self.window, self.most = RowsInPlace(keys, values, room), window, window or keys.shape[2] + room
         self.kept: tuple[Any, Any] = (None, None)  # keys and values that the layer keeps, views
         self.read: tuple[Any, Any] = (None, None)  # what the newest token reads, views
 
@@ -58,37 +56,32 @@ class DenseRows:
     def let_go(self) -> None:
         """Keep no storage."""
         self._held: dict[int, _Held] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that a pass begins, which has masks of its own."""
         self._mask: tuple[Any, bool] = (None, False)  # the last that was looked at, and whether it hides nothing
 
     def put(self, index: int, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Do what the layer's `update` does with a token's `[B,H,1,D]` and return what it does, or None where that is
-        left to it: of other layers, passes of several tokens, first rows, gradients, rows on a GPU."""
-        held, shape = self._held.get(index), keys.shape
-        if shape[2] != 1 or keys.requires_grad or values.requires_grad or shape != values.shape:
+        """Give a layer a token's `[B,H,1,D]`, as its `update` would, and return all that the token reads. None, and
+        nothing has changed: `update` is to do it. That is so of layers of other classes, of several tokens, of a
+        layer's first rows, of rows on a GPU, and where gradients may be asked for."""
+        held = self._held.pop(index, None)  # until the layer is whole: a pass may be cut short here
+        if (
+            keys.shape[2] != 1
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not _fits(layer, keys, values)
+        ):
             return None
-        if (held is None or not held.of(layer)) and (held := self._taken_in(index, layer, keys)) is None:
-            return None
-        if shape != held.token or keys.dtype != held.dtype:
-            return None
+        if held is None or not held.of(layer):
+            held = _Held(layer.keys, layer.values, layer.sliding_window if layer.is_sliding else 0)
         held.append(keys, values, layer.keys.shape[2], getattr(layer, "record_past", False))
-        layer.keys, layer.values = held.kept
         if held.window:
             layer.cumulative_length += 1
+        layer.keys, layer.values = held.kept
+        self._held[index] = held
         return held.read
-
-    def _taken_in(self, index: int, layer: Any, keys: Tensor) -> _Held | None:
-        """Store a layer's rows here, to be followed by a token's `keys`; None where they are left to the layer."""
-        self._held.pop(index, None)
-        kind, stored = type(layer), layer.keys
-        window = layer.sliding_window if kind is DynamicSlidingWindowLayer else 0
-        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) or window == 1 or torch.compiler.is_compiling():
-            return None
-        if keys.device.type != "cpu" or stored is None or stored.ndim != 4 or not stored.numel():
-            return None
-        if stored.requires_grad or layer.values.requires_grad or stored.shape != layer.values.shape:
-            return None
-        held = self._held[index] = _Held(stored, layer.values, window)
-        return held
 
     def attend(self, index: int, query: Tensor, read: tuple[Tensor, Tensor], scale: float) -> Tensor | None:
         """Return the attention `[B,H,G,D]` of a token over keys and values that `put` has returned; None where these
@@ -107,3 +100,16 @@ class DenseRows:
             whole = mask.all() if mask.dtype == torch.bool else not mask.any()
             self._mask = mask, bool(whole)
         return self._mask[1]
+
+
+def _fits(layer: Any, keys: Tensor, values: Tensor) -> bool:
+    """Whether a layer of transformers keeps rows in host memory to which a token's belong."""
+    kind, stored, others = type(layer), layer.keys, layer.values
+    if not (kind is DynamicLayer or (kind is DynamicSlidingWindowLayer and layer.sliding_window > 1)):
+        return False
+    if keys.device.type != "cpu" or stored is None or stored.ndim != 4 or not stored.numel():
+        return False
+    if not (stored.dtype == others.dtype == keys.dtype == values.dtype and stored.shape == others.shape):
+        return False
+    (batch, heads, _, size), token = stored.shape, keys.shape
+    return token == values.shape and (batch, heads, size) == (token[0], token[1], token[3])

@@ -350,6 +350,7 @@ class SparseCache(EditedCache):
         """
         self._passes.begin(self.layers)
         self._real.begin()
+        self.dense_rows.begin()
         try:
             return self._run(inputs, logits)
         except BaseException:

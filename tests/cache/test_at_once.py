@@ -183,12 +183,14 @@ def test_a_query_that_is_not_finite_is_refused(method: str, counted: list[bool])
     cache.append(keys, values)
     bad = query.clone()
     bad[0, 1, 2, 3] = torch.nan
-    with pytest.raises(ValueError, match="query must be finite, got nan"):
-        decode(bad, cache, 32)
-    decode(query, cache, 32)
+    for sealed in (False, True):  # before the first seal, which is left to a step that is good, and behind it
+        with pytest.raises(ValueError, match="query must be finite, got nan"):
+            decode(bad, cache, 32)
+        assert bool(cache.sealed.any()) == sealed
+        decode(query, cache, 32)
     huge = torch.full_like(query, 2e36)  # finite numbers whose sum is not take two calls
     assert decode(huge, cache, 32).isfinite().all()
-    assert counted == [False, True, False]
+    assert counted == [True, False, True, False]
 
 
 def test_a_kept_choice_is_read_again(counted: list[bool]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +86,18 @@ def test_a_cache_that_stores_tokens_in_one_call_is_that_of_the_checked_way(dtype
     with pytest.raises(ValueError, match="keys must be finite, got nan"):
         fast.append(keys[:, :, :1] * torch.nan, values[:, :, :1])
     assert fast.counts == checked.counts
+
+
+def test_a_copy_stores_its_own_tokens() -> None:
+    keys, values = torch.randn(2, 1, 2, 60, 16, generator=torch.Generator().manual_seed(1))
+    cache = KVCache(make_selector("window"))
+    cache.append(keys[:, :, :50], values[:, :, :50])
+    cache.append(keys[:, :, 50:51], values[:, :, 50:51])
+    twin = copy.deepcopy(cache)
+    twin.append(keys[:, :, 51:52], values[:, :, 51:52])
+    cache.append(keys[:, :, 52:53], values[:, :, 52:53])
+    assert torch.equal(twin.keys, keys[:, :, :52])
+    assert torch.equal(cache.keys[:, :, 51:], keys[:, :, 52:53])
 
 
 def test_positions_whose_storage_grows_at_other_rows_than_the_keys_are_kept() -> None:

@@ -81,7 +81,8 @@ def test_what_softmax_alone_does_not_give_stays_the_models(answered: list[int]) 
     query, module, stored = torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16), torch.nn.Module(), DenseRows()
     module.layer_idx, layer = 0, DynamicLayer()
     layer.update(*torch.zeros(2, 1, 2, 59, 16, dtype=torch.bfloat16))
-    keys, values = stored.put(0, layer, *torch.zeros(2, 1, 2, 1, 16, dtype=torch.bfloat16)) or (None, None)
+    with torch.no_grad():
+        keys, values = stored.put(0, layer, *torch.zeros(2, 1, 2, 1, 16, dtype=torch.bfloat16)) or (None, None)
 
     def out(*, asked: Any = query, of: Any = keys, mask: Any = None, impl: str = "sdpa", **options: Any) -> Any:
         return dense_decoding.decode_densely(Call(module, asked, of, values, mask, options), impl, None, stored)
@@ -125,7 +126,9 @@ def test_rows_written_in_place_are_what_transformers_keeps(kind: str) -> None:
     for turn, count in enumerate([5, *[1] * 80, 3, *[1] * 20]):
         keys, values = torch.randn(2, 2, 1, count, 4, generator=draw)
         before = [] if turn < 2 else [ours.keys, ours.keys.clone(), ours.values, ours.values.clone()]
-        read, expected = stored.put(0, ours, keys, values), theirs.update(keys, values)
+        with torch.no_grad():
+            read = stored.put(0, ours, keys, values)
+        expected = theirs.update(keys, values)
         put += read is not None
         for given, wanted in zip(ours.update(keys, values) if read is None else read, expected, strict=True):
             assert torch.equal(given, wanted)
@@ -153,3 +156,41 @@ def test_a_clone_goes_its_own_way() -> None:
         for t in range(1, 20):
             expected = model(ids[:, 60 - t : 61 - t], **cache_argument(alone)).logits
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["all", "window"])
+@pytest.mark.parametrize("line", ["append", "newest"])
+def test_a_pass_that_is_cut_short_leaves_the_layers_rows(monkeypatch: pytest.MonkeyPatch, kind: str, line: str) -> None:
+    """Rows of the token are half stored, or stored and not yet the layer's."""
+    stored, (ours, theirs) = DenseRows(), layers(kind)
+    rows = torch.randn(16, 2, 1, 2, 1, 4, generator=torch.Generator().manual_seed(0))
+    for layer in (ours, theirs):
+        layer.update(*torch.cat(tuple(rows[:9]), 3))
+    with torch.no_grad():
+        stored.put(0, ours, *rows[9])
+    theirs.update(*rows[9])
+    before = dict(vars(ours))
+
+    def cut(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(RowsInPlace, line, cut)
+        with pytest.raises(KeyboardInterrupt):
+            stored.put(0, ours, *rows[10])
+    vars(ours).update(before)  # as the way back from such a pass does
+    with torch.no_grad():
+        read = stored.put(0, ours, *rows[11])
+    assert read is not None
+    for given, wanted in zip(read, theirs.update(*rows[11]), strict=True):
+        assert torch.equal(given, wanted)
+
+
+def test_gradients_leave_rows_to_transformers() -> None:
+    stored, (layer, _) = DenseRows(), layers("all")
+    layer.update(*torch.randn(2, 1, 2, 5, 4))
+    assert stored.put(0, layer, *torch.randn(2, 1, 2, 1, 4)) is None
+    with torch.no_grad():
+        assert stored.put(0, layer, *torch.randn(2, 1, 2, 2, 4)) is None
+        assert stored.put(0, layer, torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4).double()) is None
+        assert stored.put(0, layer, *torch.randn(2, 1, 2, 1, 4)) is not None

@@ -60,7 +60,7 @@ class _Step:
         lists = batch * heads * group if each else batch * heads
         self.page, slots = page, min(count, listed)
         self.chosen = 2, batch, lists // batch, slots
-        self.like = torch.empty(self.chosen, dtype=torch.int32)  # made again in half the time
+        self.like = torch.empty(self.chosen, dtype=torch.int32)  # what is like it is made in half the time
         self.kind, scores, lse = KINDS[query.dtype], torch.empty(lists * listed), torch.empty(query.shape[:3])
         self.held = voted, keys, values, bounds, scores, lse  # addresses hold nothing
         self.numbers = np.array(
