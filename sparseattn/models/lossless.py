@@ -19,7 +19,7 @@ from torch import Tensor
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_in
-from sparseattn.models.drafts.checks import check_cache, check_processors, check_request
+from sparseattn.models.drafts.checks import check_cache, check_frequencies, check_processors, check_request
 from sparseattn.models.drafts.length import AutoLength, DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
 from sparseattn.models.drafts.rules import Rules
@@ -166,6 +166,7 @@ class Lossless:
         Raises:
             ValueError: what `generate` was asked for beside greedy decoding and sampling; a cache that is neither empty
                 nor a `SparseCache`; one that cannot crop, evicts or keeps rounded rows.
+            ModelError: layers that do not crop; a RoPE whose frequencies would follow the drafts' length.
         """
         check_request(generation_config, inputs, synced_gpus)
         check_processors(logits_processor, self.draft)
@@ -192,7 +193,10 @@ class Lossless:
         self.stats, before = loop.stats, cache.sparse_from
         past = [getattr(layer, "record_past", True) for layer in cache.layers]
         try:
-            new, positions = request.new(cache.get_seq_length())
+            stored = cache.get_seq_length()
+            new, positions = request.new(stored)
+            most = float("inf") if loop.most is None else loop.most - loop.prompt
+            check_frequencies(model, stored, positions, most, MOST_DRAFTS, self.draft)
             if request.streamer is not None:
                 request.streamer.put(request.ids.cpu())
             loop.prefill(new, request.mask, positions, request.config.prefill_chunk_size)

@@ -655,6 +655,35 @@ def test_ids_that_do_not_follow_what_is_stored_are_refused(llama: Any) -> None:
             lossless(llama, whole(prompt()), None, None, 2, cache=cache)
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_drafts_that_would_change_the_ropes_frequencies_are_refused(kind: str) -> None:
+    """A pass of several tokens has those of its longest sequence, and steps of one token others before it."""
+    longest = {"dynamic": (DYNAMIC, 64), "longrope": (LONGROPE, 256)}[kind]
+    following = small("llama", rope_parameters=longest[0], max_position_embeddings=longest[1])
+    near, beyond = whole(prompt(60)), whole(prompt(80))
+    sentence = rf"LlamaForCausalLM \({kind}\) has other frequencies in a sequence of more than 64 tokens, .* 60 to 65: "
+    with pytest.raises(ModelError, match=sentence):
+        lossless(following, near, "window", None, 4, max_new_tokens=6)
+    with pytest.raises(ModelError, match="has other frequencies"):  # a short one may be drafted further than the last
+        lossless(following, padded((60, 41)), "window", None, 4, max_new_tokens=5)
+    allowed = [(near, 4, 5), (near, 0, 8) if kind == "dynamic" else (beyond, 4, 8)]
+    for inputs, draft, new in allowed:
+        expected = dense(following, inputs, max_new_tokens=new)
+        out = lossless(following, inputs, "window", None, draft, max_new_tokens=new)
+        assert torch.equal(out.sequences, expected)
+    if kind == "longrope":
+        with SparseCache(following, "window", None, **SMALL) as cache:
+            first = lossless(following, near, None, None, 2, cache=cache, max_new_tokens=2).sequences
+            asked = whole(torch.cat([first, prompt(16, seed=3)], 1))
+            with pytest.raises(ModelError, match="has other frequencies"):  # some models make the first rows anew
+                lossless(following, asked, None, None, 2, cache=cache, max_new_tokens=2)
+
+
 def test_layers_that_stay_dense(llama: Any) -> None:
     """Layers of transformers keep columns, which are masked where a sequence kept fewer, and closed at the end."""
     first = None

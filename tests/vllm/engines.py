@@ -156,6 +156,20 @@ def ask(llm: LLM, asked: list[list[int]], tokens: int | Sequence[int] = 24, **sa
     )
 
 
+def switched(llm: LLM, sparse: dict[str, Any] | None) -> LLM:
+    """The engine with other settings of the plug-in, None for stock's, and no prompt in its cache: as a new engine.
+
+    Its builders pass the self-test anew, as where an engine starts. Every engine of this process is switched.
+    """
+    from sparseattn.serving.vllm import cpu
+    from sparseattn.serving.vllm.settings import parse
+
+    gc.collect()  # `switch` finds engines that ended too, until they are collected
+    cpu.switch(None if sparse is None else parse(sparse))
+    assert llm.reset_prefix_cache()
+    return llm
+
+
 def counted(llm: LLM) -> dict[str, int]:
     """vLLM's counters."""
     return {metric.name: int(metric.value) for metric in llm.get_metrics() if type(metric).__name__ == "Counter"}

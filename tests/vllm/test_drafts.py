@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LAYERS, LENGTHS, SPARSE, TOKENS, Answer, ask, check_counts, decoded, engine, layers, llama, prompts
+from engines import (
+    LAYERS,
+    LENGTHS,
+    SPARSE,
+    TOKENS,
+    Answer,
+    ask,
+    check_counts,
+    decoded,
+    engine,
+    layers,
+    llama,
+    prompts,
+    switched,
+)
+
+# Of vLLM's own drafts, which an engine compiles as it starts.
+pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPendingDeprecationWarning")
 
 NGRAM = {
     "speculative_config": {
@@ -14,6 +33,7 @@ NGRAM = {
     }
 }  # fmt: skip
 SMALL = {**SPARSE, "budget": 64}
+METHODS = ("quest", "lowbit:page=16", "window")
 
 
 @pytest.fixture(scope="module")
@@ -23,64 +43,76 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[str, Answer]:
-    """What engines without drafts answer, at full and at small budget."""
-    told = {}
-    for name, sparse in (("stock", None), ("full", SPARSE), ("small", SMALL)):
-        with engine(model, sparse) as llm:
-            told[name] = ask(llm, prompts(*LENGTHS), TOKENS)
+    """What engines without drafts answer: stock, at full budget, each method at a small one, and with more layers that
+    are dense."""
+    asked, told = prompts(*LENGTHS), {}
+    with engine(model, None) as llm:
+        told["stock"] = ask(llm, asked, TOKENS)
+    with engine(model, SPARSE) as llm:
+        told["full"] = ask(llm, asked, TOKENS)
+        for selector in METHODS:
+            told[selector] = ask(switched(llm, {**SMALL, "selector": selector}), asked, TOKENS)
+        told["dense"] = ask(switched(llm, {**SMALL, "dense_layers": 2}), asked, TOKENS)
     return told
 
 
-@pytest.fixture
-def oracle(monkeypatch: pytest.MonkeyPatch, alone: dict[str, Answer]) -> dict[str, Any]:
+@contextlib.contextmanager
+def oracle(answers: list[list[list[int]]]) -> Iterator[None]:
     """Drafts that are right up to a token which moves from draft to draft: a random model repeats nothing.
 
-    Returns a mapping whose "answers" are the tokens that drafts are made of.
+    Args:
+        answers: tokens that drafts are made of.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-    known: dict[str, Any] = {"answers": alone["full"].tokens, "asked": 0}
-    whole = prompts(*LENGTHS)
+    whole, asked = prompts(*LENGTHS), 0
 
     def propose(proposer: Any, count: int, requests: Any, lengths: Any, tokens: Any, *more: Any) -> list[list[int]]:
+        nonlocal asked
         drafts: list[list[int]] = [[] for _ in range(count)]
         for r in requests:
             so_far = tokens[r, : lengths[r]].tolist()
             which = next(i for i, ids in enumerate(whole) if so_far[: len(ids)] == ids)
             at = len(so_far) - len(whole[which])
-            drafts[r] = list(known["answers"][which][0][at : at + proposer.k])
-            wrong = known["asked"] % (proposer.k + 1)  # the token that is, or none
+            drafts[r] = list(answers[which][0][at : at + proposer.k])
+            wrong = asked % (proposer.k + 1)  # the token that is, or none
             if wrong < len(drafts[r]):
                 drafts[r][wrong] = (drafts[r][wrong] + 1) % 512
-            known["asked"] += 1
+            asked += 1
         return drafts
 
-    monkeypatch.setattr(NgramProposer, "batch_propose", propose)
-    return known
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NgramProposer, "batch_propose", propose)
+        yield
 
 
-@pytest.mark.parametrize("selector", ["quest", "lowbit:page=16", "window"])
+@pytest.fixture(scope="module")
+def drafted(model: Path, alone: dict[str, Answer]) -> dict[str, Answer]:
+    """What one engine with drafts answers: with vLLM's own, then each method at a small budget and the full budget."""
+    asked = prompts(*LENGTHS)
+    with engine(model, SMALL, **NGRAM) as llm:
+        told = {"own": ask(llm, asked, TOKENS)}
+        for name, sparse in {**{name: {**SMALL, "selector": name} for name in METHODS}, "full": SPARSE}.items():
+            switched(llm, sparse)
+            with oracle(alone[name].tokens):
+                told[name] = ask(llm, asked, TOKENS)
+    return told
+
+
+@pytest.mark.parametrize("selector", METHODS)
 def test_what_verifies_drafts_is_what_decodes_one_by_one(
-    model: Path, alone: dict[str, Answer], oracle: dict[str, Any], selector: str
+    alone: dict[str, Answer], drafted: dict[str, Answer], selector: str
 ) -> None:
-    """At full budget stock's tokens, at a small one those of the same engine without drafts."""
-    asked, sparse = prompts(*LENGTHS), {**SMALL, "selector": selector}
-    expected = alone["small"].tokens
-    if selector != "quest":
-        with engine(model, sparse) as llm:
-            expected = ask(llm, asked, TOKENS).tokens
-    oracle["answers"] = expected
-    with engine(model, sparse, **NGRAM) as llm:
-        found = ask(llm, asked, TOKENS)
-    assert found.tokens == expected
+    """At full budget stock's tokens, at a small one those of an engine without drafts."""
+    found = drafted[selector]
+    assert found.tokens == alone[selector].tokens
     assert found.tokens != alone["stock"].tokens
     check_counts(found, full=False)
     check_drafts(found)
 
 
-def test_full_budget_with_drafts_is_stock(model: Path, alone: dict[str, Answer], oracle: dict[str, Any]) -> None:
-    with engine(model, SPARSE, **NGRAM) as llm:
-        found = ask(llm, prompts(*LENGTHS), TOKENS)
+def test_full_budget_with_drafts_is_stock(alone: dict[str, Answer], drafted: dict[str, Answer]) -> None:
+    found = drafted["full"]
     assert found.tokens == alone["stock"].tokens == alone["full"].tokens
     check_counts(found, full=True)
     check_drafts(found)
@@ -95,12 +127,10 @@ def check_drafts(found: Answer) -> None:
     assert least < found.stats.sparse_steps <= least + (LAYERS - 1) * (proposed - taken)
 
 
-@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPendingDeprecationWarning")
-def test_vllms_own_drafts(model: Path, alone: dict[str, Answer]) -> None:
+def test_vllms_own_drafts(alone: dict[str, Answer], drafted: dict[str, Answer]) -> None:
     """Nearly all of them wrong here: entries of rows that were taken back are made anew."""
-    with engine(model, SMALL, **NGRAM) as llm:
-        found = ask(llm, prompts(*LENGTHS), TOKENS)
-    assert found.tokens == alone["small"].tokens
+    found = drafted["own"]
+    assert found.tokens == alone["quest"].tokens
     assert found.engine["vllm:spec_decode_num_draft_tokens"] > 100
     check_counts(found, full=False)
 
@@ -118,8 +148,7 @@ def test_a_draft_model_stays_dense(model: Path, alone: dict[str, Answer], tmp_pa
                     f"model.layers.{i}.self_attn.attn" for i in (2, 3)
                 ]
                 assert sum(name.startswith("draft_model.") for name in why) == LAYERS
-        with engine(model, {**SMALL, "dense_layers": 2}) as llm:
-            assert small.tokens == ask(llm, asked, TOKENS).tokens
+        assert small.tokens == alone["dense"].tokens
         check_counts(small, full=False)
         proposed = small.engine["vllm:spec_decode_num_draft_tokens"]
         taken = small.engine["vllm:spec_decode_num_accepted_tokens"]

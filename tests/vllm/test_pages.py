@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from engines import LAYERS, SPARSE, ask, check_counts, engine, llama, prompts
+from engines import LAYERS, SPARSE, ask, check_counts, engine, llama, prompts, switched
 from torch import Tensor
 
 from sparseattn import KVCache, make_selector
@@ -93,16 +93,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine whose settings are switched."""
+    with engine(llama(tmp_path_factory.mktemp("llama")), {**SPARSE, "selector": "test_pages:Means"}) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("selector", ["quest", "quest:page=32,group=each", "lowbit:page=16", "test_pages:Means"])
 def test_pages_are_those_that_a_cache_of_the_same_keys_chooses(
-    tmp_path: Path, calls: list[dict[str, Any]], selector: str
+    served: Any, calls: list[dict[str, Any]], selector: str
 ) -> None:
     """With a sink of one entry, which is where the cache begins to count too."""
     unit = make_selector(selector).unit
     settings = {**SPARSE, "selector": selector, "budget": BUDGET, "sink": unit, "window": WINDOW}
-    with engine(llama(tmp_path), settings) as llm:
-        calls.clear()  # those of the self-test
-        answer = ask(llm, prompts(*LENGTHS), TOKENS)
+    switched(served, settings)
+    calls.clear()  # those of the self-test
+    answer = ask(served, prompts(*LENGTHS), TOKENS)
     check_counts(answer, full=False)
     assert len(calls) == answer.stats.sparse_steps
     assert len({call["layer"] for call in calls}) == LAYERS - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +51,53 @@ def check_processors(processors: Any, draft: int | str) -> None:
                 "SynthID's watermark depends on the order of its calls, and not all drafts are kept: draft=0, or a "
                 "WatermarkingConfig, which depends on the tokens alone"
             )
+
+
+def check_frequencies(model: Any, stored: int, positions: Tensor, new: float, several: int, draft: int | str) -> None:
+    """Refuse positions from which on the model's RoPE turns a token by what comes with it, not by its place alone.
+
+    Dynamic NTK makes its frequencies for the longest sequence of a pass, LongRoPE takes others past a length, where
+    some models make all rows anew. A check of drafts would turn its tokens otherwise than steps of one token do.
+
+    Args:
+        model: of transformers.
+        stored: tokens that the cache holds.
+        positions: `[B,n]` of the prompt's tokens behind these.
+        new: most tokens to generate.
+        several: positions beyond the last that sequences of a batch may be drafted at.
+        draft: as of `Lossless`.
+
+    Raises:
+        ModelError: they may be reached.
+    """
+    first, last = int(positions.max()) + 1, int(positions.max()) + new + several * (len(positions) > 1)
+    for kind, length in _following(model):
+        if kind == "longrope":
+            there = int(positions.min()) if stored else first
+            refused, remedy = there <= length < last, ""
+        else:
+            refused = last > length and (draft != 0 or len(positions) > 1)
+            remedy = " one sequence at a time with draft=0,"
+        if refused:
+            raise ModelError(
+                f"the RoPE of {name_of(model)} ({kind}) has other frequencies in a sequence of more than {length} "
+                f"tokens, and this generation may go from {first} to {last}: checks of drafts would not be full "
+                f"attention there. Ask for fewer tokens (max_new_tokens),{remedy} or generate without Lossless"
+            )
+
+
+def _following(model: Any) -> Iterator[tuple[str, int]]:
+    """Yield each kind of RoPE whose frequencies follow the length, and the length up to which they do not."""
+    for module in model.modules():
+        kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+        for layers, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if not isinstance(kind, str) or config is None:
+                continue
+            if kind == "longrope":
+                parameters = config.rope_parameters if layers is None else config.rope_parameters[layers]
+                yield kind, int(parameters["original_max_position_embeddings"])
+            elif "dynamic" in kind:
+                yield kind, int(module.original_max_seq_len)
 
 
 def check_cache(cache: SparseCache) -> None:
