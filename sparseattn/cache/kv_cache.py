@@ -373,7 +373,8 @@ class KVCache(CacheEdits):
             _, heads, group, size = query.shape
             self.selector.check_shape(heads, group, size)
             self._group = group
-        if finite or not self._none_due():
+        none_due = self._none_due()
+        if finite or not none_due:
             self.check_finite(query)
         if self.fixed and not stored.zones.zone and input_checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
@@ -382,7 +383,8 @@ class KVCache(CacheEdits):
         allowed = self._allowance(budget)
         if self.ranks is not None:
             rank_checks.check_in_rows(allowed)
-        self._seal_due(decoded=1)
+        if not none_due:
+            self._seal_due(decoded=1)
         return allowed
 
     @staticmethod

@@ -48,7 +48,12 @@ class DenseRows:
 
     A layer keeps views of what is stored here, and is as transformers' own `update` would leave it. Where its tensors
     are no longer these views, as after a crop, its rows are stored anew; so nothing that somebody else holds changes.
+
+    Attributes:
+        mask: the last that was looked at, of the pass in progress; None: none was.
     """
+
+    mask: Any
 
     def __init__(self) -> None:
         self.let_go()
@@ -56,11 +61,7 @@ class DenseRows:
     def let_go(self) -> None:
         """Keep no storage."""
         self._held: dict[int, _Held] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """Note that a pass begins, which has masks of its own."""
-        self._mask: tuple[Any, bool] = (None, False)  # the last that was looked at, and whether it hides nothing
+        self.mask, self._whole = None, True
 
     def put(self, index: int, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Give a layer a token's `[B,H,1,D]`, as its `update` would, and return all that the token reads. None, and
@@ -96,10 +97,10 @@ class DenseRows:
         pass are given the same one."""
         if mask is None:
             return True
-        if mask is not self._mask[0]:
+        if mask is not self.mask:
             whole = mask.all() if mask.dtype == torch.bool else not mask.any()
-            self._mask = mask, bool(whole)
-        return self._mask[1]
+            self.mask, self._whole = mask, bool(whole)
+        return self._whole
 
 
 def _fits(layer: Any, keys: Tensor, values: Tensor) -> bool:

@@ -350,7 +350,7 @@ class SparseCache(EditedCache):
         """
         self._passes.begin(self.layers)
         self._real.begin()
-        self.dense_rows.begin()
+        self.dense_rows.mask = None
         try:
             return self._run(inputs, logits)
         except BaseException:
