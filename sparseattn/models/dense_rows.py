@@ -24,12 +24,18 @@ class _Held:
     def __init__(self, keys: Tensor, values: Tensor, window: int) -> None:
         room = max(LEAST, window or keys.shape[2] // SHARE)
         self.rows, self.window, self.most = RowsInPlace(keys, values, room), window, window or keys.shape[2] + room
-        self.kept: tuple[Any, Any] = (None, None)  # keys and values that the layer keeps, views
+        self.token = torch.Size((*keys.shape[:2], 1, keys.shape[3]))  # of a token's keys, and of its values
+        self.kept: tuple[Any, Any] = (keys, values)  # what the layer keeps: these, then views of what is stored
         self.read: tuple[Any, Any] = (None, None)  # what the newest token reads, views
 
     def of(self, layer: Any) -> bool:
         """Whether the layer's rows are these, and there is room for one more."""
         return bool(self.rows.room) and self.kept[0] is layer.keys and self.kept[1] is layer.values
+
+    def takes(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether a token's rows are such as are stored."""
+        alike = keys.shape == values.shape == self.token and keys.dtype == values.dtype == self.kept[0].dtype
+        return alike and keys.is_cpu and values.is_cpu
 
     def append(self, keys: Tensor, values: Tensor, before: int, past: bool) -> None:
         """Store a token's rows behind the `before` that the layer kept; past: whether it keeps those before its
@@ -68,14 +74,11 @@ class DenseRows:
         nothing has changed: `update` is to do it. That is so of layers of other classes, of several tokens, of a
         layer's first rows, of rows on a GPU, and where gradients may be asked for."""
         held = self._held.pop(index, None)  # until the layer is whole: a pass may be cut short here
-        if (
-            keys.shape[2] != 1
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or not _fits(layer, keys, values)
-        ):
+        if keys.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        if held is None or not held.of(layer):
+        if held is None or not (held.of(layer) and held.takes(keys, values)):
+            if not _fits(layer, keys, values):
+                return None
             held = _Held(layer.keys, layer.values, layer.sliding_window if layer.is_sliding else 0)
         held.append(keys, values, layer.keys.shape[2], getattr(layer, "record_past", False))
         if held.window:
@@ -105,9 +108,10 @@ class DenseRows:
 
 def _fits(layer: Any, keys: Tensor, values: Tensor) -> bool:
     """Whether a layer of transformers keeps rows in host memory to which a token's belong."""
-    kind, stored, others = type(layer), layer.keys, layer.values
+    kind = type(layer)
     if not (kind is DynamicLayer or (kind is DynamicSlidingWindowLayer and layer.sliding_window > 1)):
         return False
+    stored, others = layer.keys, layer.values
     if keys.device.type != "cpu" or stored is None or stored.ndim != 4 or not stored.numel():
         return False
     if not (stored.dtype == others.dtype == keys.dtype == values.dtype and stored.shape == others.shape):

@@ -81,8 +81,9 @@ class SparseCache(EditedCache):
         seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
             a comparison.
         dense_layers: how many of the first layers stay dense, or which, whatever their roles. Layers with a sliding
-            window always stay as they are. Tokens decoded over all rows may be attended to by our compiled code,
-            as torch has none for them in 16 bits; `impl="gather"` leaves them to the model.
+            window always stay dense. On CPUs both write each token's rows in place. Tokens decoded over all rows, or
+            over a whole window, may be attended to by our compiled code, as torch has no fast one for them in 16
+            bits; `impl="gather"` leaves them to the model.
         sparse_from: position from which tokens are decoded sparsely, padding counted: in a left-padded batch,
             questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
         native: decode by the index that the model has of its own, in place of a selector: a token reads the rows that

@@ -110,6 +110,12 @@ def test_windows_are_read_in_place(answered: list[int], monkeypatch: pytest.Monk
     assert (made - expected).norm() < 0.05 * expected.norm()
 
 
+def test_windows_that_hide_rows_stay_the_models(answered: list[int]) -> None:
+    """The second prompt has 20 columns of padding, which the sixth token's window leaves behind."""
+    logits(small("gemma3").to(torch.bfloat16), padded((30, 10)), 8, dense_layers=0)
+    assert answered == [16] * 6  # two layers of the last three tokens
+
+
 def layers(kind: str) -> list[Any]:
     """Two of transformers' layers, of which one's rows are to be written in place."""
     made = [DynamicLayer() if kind == "all" else DynamicSlidingWindowLayer(8) for _ in range(2)]
