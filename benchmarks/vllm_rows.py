@@ -3,6 +3,9 @@
 ``.venv-vllm/bin/python -m benchmarks.vllm_rows --artefact FILE --out FILE`` from the repository root; the file of codes
 comes from ``sparseattn train --method querypq``. A text's tokens are forced on the engine one by one, so that every
 method is asked for the same predictions; the prompt is dense in all of them.
+
+Of Gemma 3 (``--model gemma3-270m --dense-layers 0``) the layers with a sliding window are stock's in both. An engine
+counts dense layers among those of full attention, and a `SparseCache` among all.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from benchmarks import records
 from sparseattn.cost_model.environment import features, machine, versions
 from sparseattn.utils import children
 
-ZONES: dict[str, Any] = {"sink": 64, "window": 64, "dense_layers": 2}
+METHODS = (
+    "querypq:artefact=FILE",
+    "lowbit:bits=1",
+    "lowbit:bits=1,page=16",
+    "quest:page=32",
+    "tailed:inner=[lowbit:bits=1],rows=64",
+    "tailed:inner=[querypq:artefact=FILE],rows=64",
+)
+FILE = "artefact=FILE"  # in a method: the file of --artefact
+ZONES: dict[str, Any] = {"sink": 64, "window": 64}
 SEEN: list[Tensor] = []  # logits of the engine's steps
 
 
@@ -30,7 +42,9 @@ def compared(found: list[Tensor], full: list[Tensor]) -> dict[str, float]:
     return {"kl": float(kl.mean()), "top": float((logs.argmax(-1) == whole.argmax(-1)).float().mean())}
 
 
-def by_engine(folder: str, ids: list[int], last: int, methods: list[tuple[str, int]]) -> list[dict[str, Any]]:
+def by_engine(
+    folder: str, ids: list[int], last: int, methods: list[tuple[str, int]], zones: dict[str, Any]
+) -> list[dict[str, Any]]:
     """What an engine's steps make of the last tokens, by each method and budget."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -58,7 +72,7 @@ def by_engine(folder: str, ids: list[int], last: int, methods: list[tuple[str, i
             return None if answer is None else force
 
     def settings(selector: str, budget: int) -> Any:
-        return parse({**ZONES, "selector": selector, "budget": budget, "above": 256})
+        return parse({**zones, "selector": selector, "budget": budget, "above": 256})
 
     llm = LLM(
         model=folder, dtype="float32", max_model_len=len(ids) + 8, kv_cache_memory_bytes=1 << 30, enforce_eager=True,
@@ -85,7 +99,9 @@ def by_engine(folder: str, ids: list[int], last: int, methods: list[tuple[str, i
     return found
 
 
-def by_cache(folder: str, ids: list[int], last: int, methods: list[tuple[str, int]]) -> list[dict[str, Any]]:
+def by_cache(
+    folder: str, ids: list[int], last: int, methods: list[tuple[str, int]], zones: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The same by a `SparseCache` over transformers' model."""
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +112,7 @@ def by_cache(folder: str, ids: list[int], last: int, methods: list[tuple[str, in
 
     @torch.no_grad()
     def steps(selector: str, budget: int) -> tuple[list[Tensor], Any]:
-        with prompt.cache(selector, budget, seal=64, **ZONES) as cache:
+        with prompt.cache(selector, budget, seal=64, **zones) as cache:
             answer = ids[len(ids) - last :]
             logits = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in answer]
             return logits, cache.activity()
@@ -114,36 +130,34 @@ def by_cache(folder: str, ids: list[int], last: int, methods: list[tuple[str, in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--artefact", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--artefact", type=Path, help=f"what {FILE} is in a method")
+    parser.add_argument("--selector", action="append", help=f"again for several; by default {' '.join(METHODS)}")
+    parser.add_argument("--dense-layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8000, help="of the text")
     parser.add_argument("--last", type=int, default=64, help="of which so many are decoded")
     parser.add_argument("--text", default="as-you-like-it")
     parser.add_argument("--budgets", default="128,256,512")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    selectors = given.selector or METHODS
+    if given.artefact is None and (of_file := [one for one in selectors if FILE in one]):
+        parser.error(f"{of_file[0]} needs --artefact")
     from transformers import AutoTokenizer
 
     from sparseattn.models.load import folder_of
     from sparseattn.traces.texts import read_named
 
-    folder = str(folder_of("smollm2"))
+    folder = str(folder_of(given.model))
     ids = AutoTokenizer.from_pretrained(folder).encode(read_named(given.text))[: given.tokens]
-    codes, tailed_codes = (
-        f"querypq:artefact={given.artefact}",
-        f"tailed:inner=[querypq:artefact={given.artefact}],rows=64",
-    )
-    budgets = [int(text) for text in given.budgets.split(",")]
-    named = {
-        codes: "querypq:artefact=FILE",
-        tailed_codes: "tailed:inner=[querypq:artefact=FILE],rows=64",
-    }
-    every = [codes, "lowbit:bits=1", "lowbit:bits=1,page=16", "quest:page=32", "tailed:inner=[lowbit:bits=1],rows=64"]
-    asked = [(one, budget) for one in [*every, tailed_codes] for budget in budgets]
-    results = by_engine(folder, ids, given.last, asked) + by_cache(folder, ids, given.last, asked)
+    named = {one.replace(FILE, f"artefact={given.artefact}"): one for one in selectors}
+    asked = [(one, int(budget)) for one in named for budget in given.budgets.split(",")]
+    zones = {**ZONES, "dense_layers": given.dense_layers}
+    results = by_engine(folder, ids, given.last, asked, zones) + by_cache(folder, ids, given.last, asked, zones)
     for one in results:
-        one["selector"] = named.get(one["selector"], one["selector"])
+        one["selector"] = named[one["selector"]]
     record = {
-        "model": "smollm2", "dtype": "float32", "text": given.text, "tokens": len(ids), "last": given.last, **ZONES,
+        "model": given.model, "dtype": "float32", "text": given.text, "tokens": len(ids), "last": given.last, **zones,
         "results": results, "machine": machine(), "features": features(),
         "threads": torch.get_num_threads(), "versions": versions(),
     }  # fmt: skip

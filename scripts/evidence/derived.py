@@ -197,6 +197,13 @@ def answered(record: Record, rows: Sequence[Row]) -> list[Row]:
     return [{**row, "enough": mean(full[row["task"], row["length"]]) >= ANSWERED} for row in ordered]
 
 
+def beside(record: Record, rows: Sequence[Row]) -> list[Row]:
+    """A row a method and budget that ran in vLLM, with its KL divergence over that of a `SparseCache`."""
+    cached = {(row["selector"], row["budget"]): row["kl"] for row in rows if row["by"] == "SparseCache"}
+    engine = [row for row in rows if row["by"] == "vLLM"]
+    return [{**row, "kl_ratio": row["kl"] / cached[row["selector"], row["budget"]]} for row in engine]
+
+
 def looseness(record: Record, rows: Sequence[Row]) -> list[Row]:
     """A row a head."""
     names = ("offset", "deviation", "rank")
@@ -385,7 +392,7 @@ def groups(record: Record, rows: Sequence[Row]) -> list[Row]:
 FRAMES: dict[str, Callable[[Record, Sequence[Row]], list[Row]]] = {
     one.__name__: one
     for one in (
-        *(answered, by_mass, by_step, comparisons, errors, families, groups, heads, kernels, layers, limits),
+        *(answered, beside, by_mass, by_step, comparisons, errors, families, groups, heads, kernels, layers, limits),
         *(looseness, nearest, needed, plans, ranked, reused, rounded),
     )
 }

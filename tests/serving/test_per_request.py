@@ -51,9 +51,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(per_request, "_own", None)
 
 
-def posted(upstream: Upstream, body: bytes, settings: dict[str, Any] | None = SETTINGS, path: str = "") -> Any:
+def posted(
+    upstream: Upstream, body: bytes, settings: dict[str, Any] | None = SETTINGS, path: str = "", device: str = "cpu"
+) -> Any:
     """Status, headers and bodies of what comes of a request in two parts."""
-    config = SimpleNamespace(additional_config=None if settings is None else {"sparseattn": settings})
+    config = SimpleNamespace(
+        additional_config=None if settings is None else {"sparseattn": settings},
+        device_config=SimpleNamespace(device_type=device),
+    )
     app = SimpleNamespace(state=SimpleNamespace(vllm_config=config))
     half = len(body) // 2
     coming = [
@@ -119,6 +124,8 @@ def test_a_stream_says_it_in_the_event_with_its_usage() -> None:
         ("dense", {}, "is an object, got 'dense'"),
         ({"budget": 64}, {"per_request": False}, "started with --no-per-request"),
         ({"budget": 64}, {"selector": "window"}, "reads the same rows at every budget"),
+        ({"budget": 257}, {"max_budget": 256}, "budget is 256 rows or less here (--max-budget), got 257"),
+        ({"dense": True}, {"max_budget": 256}, "a budget of 256 rows at most (--max-budget), and a dense one reads"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_a_sentence(asked: Any, changed: dict[str, Any], said: str) -> None:
@@ -127,6 +134,54 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(asked: Any, changed: dict
     assert status == 400
     assert said in json.loads(parts[0])["error"]["message"]
     assert upstream.body is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "said"),
+    [
+        ({per_request.BUDGET: 16}, {}, "budget is 32 rows or more here, got 16"),
+        ({per_request.BUDGET: 1 << 40}, {"max_budget": 256}, "budget is 256 rows or less here"),
+        ({per_request.DENSE: 1}, {"max_budget": 256}, "and a dense one reads every row"),
+        ({per_request.DENSE: 1}, {"per_request": False}, "started with --no-per-request"),
+    ],
+)
+def test_vllms_own_names_are_held_to_the_same_rules(arguments: Any, changed: dict[str, Any], said: str) -> None:
+    upstream = Upstream([b"{}"])
+    status, _, parts = posted(upstream, json.dumps({"vllm_xargs": arguments}).encode(), {**SETTINGS, **changed})
+    assert status == 400
+    assert said in json.loads(parts[0])["error"]["message"]
+    assert upstream.body is None
+    status, _, _ = posted(upstream, b'{"vllm_xargs": {"sparseattn_budget": 64, "own": 1}}')
+    assert status == 200
+    passed = json.loads(upstream.body)["vllm_xargs"]
+    assert passed.pop(per_request.TICKET) > 0
+    assert passed == {per_request.BUDGET: 64, "own": 1}
+
+
+def test_a_budget_up_to_the_largest_is_passed_on() -> None:
+    upstream = Upstream([b"{}"])
+    status, _, _ = posted(upstream, b'{"sparseattn": {"budget": 256}}', {**SETTINGS, "max_budget": 256})
+    assert status == 200
+    assert json.loads(upstream.body)["vllm_xargs"][per_request.BUDGET] == 256
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"sparseattn": {"budget": 64}}', b'{"sparseattn": {}}', b'{"vllm_xargs": {"sparseattn_dense": 1}}']
+)
+@pytest.mark.parametrize("path", ["", "/v1/responses"])
+def test_on_cuda_a_request_that_chooses_is_refused(body: bytes, path: str) -> None:
+    upstream = Upstream([b"{}"])
+    status, _, parts = posted(upstream, body, path=path, device="cuda")
+    assert status == 400
+    assert "requests choose on CPUs alone, and this server runs on cuda" in json.loads(parts[0])["error"]["message"]
+    assert upstream.body is None
+
+
+def test_on_cuda_a_usage_counts_nothing_that_nobody_counted() -> None:
+    upstream = Upstream([b'{"usage":{"prompt_tokens":4}}'])
+    status, _, parts = posted(upstream, b'{"prompt": "a"}', device="cuda")
+    assert (status, upstream.body) == (200, b'{"prompt": "a"}')
+    assert b"".join(parts) == b'{"usage":{"prompt_tokens":4}}'
 
 
 def test_a_server_without_requests_of_their_own_still_counts() -> None:
@@ -192,6 +247,10 @@ def test_only_rightful_arguments_are_followed() -> None:
     assert not fixed.dense.any()
     assert (fixed.budgets == -1).all()
     assert per_request.request_choices([None, {}], 32, True) is None
+    limited = per_request.request_choices([{per_request.BUDGET: 64}, {per_request.BUDGET: 65}, given[5]], 32, True, 64)
+    assert limited is not None
+    np.testing.assert_array_equal(limited.budgets, [64, -1, -1])
+    assert not limited.dense.any()
 
 
 def test_a_later_request_takes_a_place_and_the_earlier_ones_count_is_gone() -> None:

@@ -216,6 +216,21 @@ def test_on_a_gpu_vllm_is_told_of_the_attention_that_the_plugin_brings(
     assert "--attention-backend" not in command
 
 
+def test_the_largest_budget_of_requests_is_passed_on_where_they_may_ask(
+    packages: Path, model: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [model, "--port", port, "--kv-cache-gib", 0.5, "--max-budget"]
+    _, command, _ = serve(monkeypatch, *given, 4096)
+    assert json.loads(told(command)["--additional-config"])["sparseattn"]["max_budget"] == 4096
+    assert "--max-budget must be 1 or more, got 0" in refusal(monkeypatch, *given, 0)
+    assert "max_budget is 32 rows or more, a page of quest:page=32, got 31" in refusal(monkeypatch, *given, 31)
+    said = "and --no-per-request lets them ask for nothing: leave one of them out"
+    assert said in refusal(monkeypatch, *given, 64, "--no-per-request")
+    install(tmp_path / "cuda", "vllm", "0.32.0")
+    monkeypatch.syspath_prepend(str(tmp_path / "cuda"))
+    assert "--max-budget 4096 limits nothing on cuda: leave it out" in refusal(monkeypatch, *given, 4096)
+
+
 def test_on_a_cpu_the_cache_has_a_size_that_is_said(
     packages: Path, model: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,9 @@ class Dropping(Evicts, Quest):
         ({**GIVEN, "selector": "exact"}, r"kept by page, and exact has another kind of index: serve quest"),
         ({**GIVEN, "selector": "querypq"}, "'querypq' cannot be served: its codes are made for one prompt"),
         ({**GIVEN, "per_request": 1}, "per_request is true or false, got 1"),
+        ({**GIVEN, "max_budget": 0}, "max_budget is a whole number from 1 to .*, got 0"),
+        ({**GIVEN, "max_budget": 15}, "max_budget is 16 rows or more, a page of quest, got 15"),
+        ({**GIVEN, "max_budget": 64, "per_request": False}, "max_budget 64 limits what requests ask, and per_request"),
         ({**GIVEN, "selector": "quest:int8=True"}, "cannot be served: its 8-bit bounds have one step for a channel"),
         ({**GIVEN, "selector": "lowbit:page=16,scales=8"}, "cannot be served: its 8-bit levels are on a grid"),
         (
@@ -118,6 +121,12 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
     assert engine_checks.settings_of(Config(layer_types=["hybrid"] * 4, is_hybrid=True, block_size=24)) is not None
 
 
+@pytest.mark.parametrize("method", engine_checks.DRAFTS)
+def test_drafts_that_were_tried_are_served(method: str) -> None:
+    drafts = SimpleNamespace(method=method, draft_model_config=None)
+    assert engine_checks.settings_of(Config(speculative_config=drafts)) == Settings("quest", 2048)
+
+
 CUDA = SimpleNamespace(device_type="cuda")
 
 
@@ -134,7 +143,19 @@ CUDA = SimpleNamespace(device_type="cuda")
             "on cuda sparseattn's index does not notice rows that come back",
         ),
         ({"settings": {"selector": "tailed"}, "device_config": CUDA}, "tails are estimated on CPUs alone"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "drafts of the method 'eagle' come from layers"),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle")},
+            "drafts of the method 'eagle' were not tried with .* a method of ngram, draft_model, or start without it",
+        ),
+        ({"speculative_config": SimpleNamespace(method="suffix")}, "drafts of the method 'suffix' were not tried"),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram"), "device_config": CUDA},
+            "on CPUs alone, got the method 'ngram' on cuda: start vLLM without --speculative-config",
+        ),
+        (
+            {"settings": {"max_budget": 4096}, "device_config": CUDA},
+            "on CPUs alone, so that --max-budget 4096 limits nothing on cuda: leave it out",
+        ),
         (
             {"cache_dtype": "fp8_e4m3", "device_config": CUDA},
             "with kv_cache_dtype auto, got kv_cache_dtype fp8_e4m3 on cuda",
@@ -201,6 +222,13 @@ def test_a_configuration_that_is_not_known_is_a_mismatch(monkeypatch: pytest.Mon
     config.additional_config["sparseattn"]["on_mismatch"] = "stock"
     assert engine_checks.settings_of(config) is None
     assert len(counters.mismatches()) == 1
+
+
+def test_the_largest_budget_of_requests_is_said_where_there_is_one() -> None:
+    assert "max_budget" not in parse(GIVEN).to_dict()
+    limited = parse({**GIVEN, "max_budget": 4096})
+    assert limited.max_budget == 4096
+    assert parse(limited.to_dict()) == limited
 
 
 def test_what_to_do_on_a_mismatch_is_one_of_two() -> None:

@@ -54,9 +54,10 @@ def check_each_request(llm: Any, selector: str) -> None:
     assert each[1]["sparse_tokens"] == decoded(LENGTHS[1:2], [TOKENS])
     assert each[2]["sparse_tokens"] == each[3]["sparse_tokens"] == 0
     assert ran.rows_read == sum(one.stats.rows_read for one in alone)
-    cpu.switch(parse({**settings, "per_request": False}))
-    fixed = llm.generate([{"prompt_token_ids": asked[0]}], sampling[2:3], use_tqdm=False)
-    assert list(fixed[0].outputs[0].token_ids) == alone[0].tokens[0][0], "what the server does not let it ask"
+    for forbids in ({"per_request": False}, {"max_budget": 64}):
+        cpu.switch(parse({**settings, **forbids}))
+        fixed = llm.generate([{"prompt_token_ids": asked[0]}], sampling[2:3], use_tqdm=False)
+        assert list(fixed[0].outputs[0].token_ids) == alone[0].tokens[0][0], "what the server does not let it ask"
 
 
 def test_tokens_are_counted_once_where_layers_lie_in_several_groups(tmp_path: Path) -> None:

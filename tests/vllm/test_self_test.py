@@ -199,13 +199,24 @@ def test_an_engine_of_a_newer_version_warns_and_measures_from_which_length_it_ga
         assert counters.stats() == before, "what is tried is not counted"
         assert builder.settings == parse({**settings, "above": builder.settings.above})
         (path,) = tmp_path.rglob("above/*.json")
-        (timed,) = json.loads(path.read_text())["timed"]  # the one length below the engine's longest
+        record = json.loads(path.read_text())
+        (timed,) = record["timed"]  # the one length below the engine's longest
+        said = (
+            f"measured now: a step's attention in milliseconds, stock and sparse: 1,024 rows {timed['stock'] * 1e3:.2f}"
+        )
+        assert said in caplog.text
+        what = break_even._depends_on(builder, 1024)
+        assert above_.remembered(what) is not None
+        with monkeypatch.context() as elsewhere:  # a machine with a processor of that name, and other vectors
+            elsewhere.setattr(break_even, "features", lambda: ["another"])
+            assert above_.remembered(break_even._depends_on(builder, 1024)) is None
         assert timed["rows"] == ENGINE["max_model_len"] == 1024
         assert 0 < timed["stock"] < 10 > timed["sparse"] > 0
         monkeypatch.setattr(break_even, "_timed", lambda builder, rows: pytest.fail("measured again"))
         kept = builder.settings.above
         builder.use(parse(settings))
         assert builder.settings.above == kept
+        assert "measured at an earlier start: a step's attention" in caplog.text
         for sparse, above in ((2.0, 1024), (0.5, 599)):
             monkeypatch.setattr(break_even, "remembered", lambda what, sparse=sparse: [above_.Timed(600, 1.0, sparse)])
             builder.use(parse(settings))

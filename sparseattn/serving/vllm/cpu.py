@@ -304,10 +304,10 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         """Return what the requests of a step ask; None: nothing."""
         if self.settings is None or (runner := self._running()) is None:
             return None
-        arguments = adapters.extra_args(runner, count)
-        return (
-            None if arguments is None else request_choices(arguments, self.settings.shape[0], self.settings.per_request)
-        )
+        if (arguments := adapters.extra_args(runner, count)) is None:
+            return None
+        settings = self.settings
+        return request_choices(arguments, settings.shape[0], settings.per_request, settings.max_budget)
 
     def _running(self) -> Any:
         """Return the engine's object that runs its steps; None: no engine calls."""

@@ -42,7 +42,8 @@ class Step:
 def decoding(common: Any, above: int) -> Tensor:
     """`[R]` bool on the host: requests that decode one token, past their prompt, of more than `above` rows.
 
-    The host knows the lengths, without speculation exactly, so that nothing waits for the device.
+    The host knows the lengths exactly, so that nothing waits for the device: with speculative decoding they would be
+    bounds, and `engine_checks` refuses it.
 
     Raises:
         RuntimeError: metadata that does not say which requests are in their prompt.

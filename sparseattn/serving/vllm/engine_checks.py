@@ -13,7 +13,7 @@ from sparseattn.serving.vllm.installed import why_not_on_cuda, why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured
 
 FULL = "full_attention"  # as transformers calls a layer's kind
-DRAFTS = ("ngram", "suffix", "draft_model")  # methods of speculative decoding whose drafts are served
+DRAFTS = ("ngram", "draft_model")  # methods of speculative decoding that were tried, on CPUs
 WHOLE = ("auto", "float32", "float16", "bfloat16")  # numbers of a cache as vLLM calls them
 KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
 
@@ -51,11 +51,17 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
             f"on CPUs sparseattn's index notices rows that a KV connector loads, and on {device} it does not: start "
             f"vLLM without --kv-transfer-config"
         )
+    check_requests(settings, device)
     draft = vllm_config.speculative_config
+    if draft is not None and device != "cpu":
+        raise ValueError(
+            f"drafts are verified sparsely on CPUs alone, got the method {draft.method!r} on {device}: start vLLM "
+            f"without --speculative-config"
+        )
     if draft is not None and draft.method not in DRAFTS:
         raise ValueError(
-            f"drafts of the method {draft.method!r} come from layers that read the model's, which was not tried with "
-            f"sparseattn: give --speculative-config a method of {', '.join(DRAFTS)}, or start without it"
+            f"drafts of the method {draft.method!r} were not tried with sparseattn: give --speculative-config a "
+            f"method of {', '.join(DRAFTS)}, or start without it"
         )
     kept = cache.cache_dtype
     if kept not in WHOLE and (device != "cpu" or kept not in BYTE_FLOATS):
@@ -91,6 +97,15 @@ def _check_engine(vllm_config: Any, settings: Settings) -> None:
     drafts = draft is not None and vllm_config.model_config is draft.draft_model_config
     if vllm_config.model_config is not None and not drafts:  # None: no model is served by this configuration
         _check_model(vllm_config, settings)
+
+
+def check_requests(settings: Settings, device: str) -> None:
+    """ValueError for a limit of what requests ask, on a device where they may ask nothing."""
+    if settings.max_budget is not None and device != "cpu":
+        raise ValueError(
+            f"requests choose a budget of their own on CPUs alone, so that --max-budget {settings.max_budget} limits "
+            f"nothing on {device}: leave it out"
+        )
 
 
 def _check_measured(vllm_config: Any, settings: Settings) -> None:

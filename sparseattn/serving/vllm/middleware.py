@@ -35,7 +35,7 @@ class PerRequest:
         self.app = app
         first = time.time_ns() // 1_000_000 << 20 ^ os.getpid() % 1024 << 10  # apart from those of an earlier start
         self._tickets = itertools.count(first % (1 << 53))
-        self._settings: list[Settings | None] = []
+        self._settings: list[tuple[Settings | None, str]] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         posted = scope["type"] == "http" and scope["method"] == "POST"
@@ -46,7 +46,7 @@ class PerRequest:
         if last is not None:  # the client went away
             await self.app(scope, _replayed(body, receive, last), send)
             return
-        settings = self._of(scope)
+        settings, device = self._of(scope)
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):  # vLLM says what is wrong
@@ -54,30 +54,23 @@ class PerRequest:
         if settings is None or not isinstance(given, dict):
             await self.app(scope, _replayed(body, receive), send)
             return
-        if scope["path"].endswith(OTHER_PATHS):
-            if per_request.KEY in given:
-                await _refused(send, f'"{per_request.KEY}" is read at {" and ".join(PATHS)}: leave it out here')
-                return
+        elsewhere = scope["path"].endswith(OTHER_PATHS)
+        if elsewhere and device == "cpu" and per_request.KEY in given:
+            await _refused(send, f'"{per_request.KEY}" is read at {" and ".join(PATHS)}: leave it out here')
+            return
+        more = {} if given.get(XARGS) is None else given[XARGS]
+        try:
+            wanted = _wanted(given, more, settings, device)
+        except ValueError as error:
+            await _refused(send, str(error))
+            return
+        if elsewhere or device != "cpu" or not isinstance(more, dict):  # of which vLLM says what is wrong
             await self.app(scope, _replayed(body, receive), send)
             return
-        wanted: dict[str, int] = {}
-        if per_request.KEY in given:
-            try:
-                wanted = per_request.checked(
-                    given.pop(per_request.KEY), settings.shape[0], settings.per_request,
-                    any(made.uses_budget for made in settings.each()),
-                )  # fmt: skip
-            except ValueError as error:
-                await _refused(send, str(error))
-                return
-        more = given.setdefault(XARGS, {})
-        if given[XARGS] is None:
-            given[XARGS] = more = {}
-        if not isinstance(more, dict):  # vLLM says what is wrong
-            await self.app(scope, _replayed(body, receive), send)
-            return
+        given.pop(per_request.KEY, None)
         ticket = next(self._tickets)
-        given[XARGS] = {**more, **wanted, per_request.TICKET: ticket}
+        others = {name: value for name, value in more.items() if name not in per_request.ASKS}
+        given[XARGS] = {**others, **wanted, per_request.TICKET: ticket}
         try:
             body = json.dumps(given).encode()
         except RecursionError:
@@ -87,12 +80,30 @@ class PerRequest:
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         await self.app(scope, _replayed(body, receive), _Reply(send, ticket))
 
-    def _of(self, scope: Message) -> Settings | None:
-        """Return the engine's settings; None: it is stock vLLM."""
+    def _of(self, scope: Message) -> tuple[Settings | None, str]:
+        """Return the engine's settings, None where it is stock vLLM, and the type of its device."""
         if not self._settings:
             config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
-            self._settings.append(configured(getattr(config, "additional_config", None)))
+            device = getattr(getattr(config, "device_config", None), "device_type", "cpu")
+            self._settings.append((configured(getattr(config, "additional_config", None)), device))
         return self._settings[0]
+
+
+def _wanted(given: dict[str, Any], more: Any, settings: Settings, device: str) -> dict[str, int]:
+    """Return what a request's body `given` asks, by its own field or among `more`, vLLM's; {} where it asks nothing.
+
+    Raises:
+        ValueError: see `per_request.checked`.
+    """
+    asked = per_request.asked_by(more) if isinstance(more, dict) else {}
+    if per_request.KEY in given:
+        asked = given[per_request.KEY]
+    elif not asked:
+        return {}
+    return per_request.checked(
+        asked, settings.shape[0], settings.per_request, any(made.uses_budget for made in settings.each()),
+        settings.max_budget, device,
+    )  # fmt: skip
 
 
 class _Reply:

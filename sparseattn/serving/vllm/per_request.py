@@ -21,6 +21,7 @@ from sparseattn.utils.json_fields import Flag, Number, Object
 
 KEY = "sparseattn"  # of a request's body, and of what its usage says
 BUDGET, DENSE, TICKET = "sparseattn_budget", "sparseattn_dense", "sparseattn_ticket"  # names in `vllm_xargs`
+ASKS = (BUDGET, DENSE)
 OWN = -1  # a budget: the server's
 _FIELDS = Object(more={"budget": Number(1, whole=True), "dense": Flag()}, closed=True)
 MOST = 1 << 40  # rows, more than any context has: a larger budget is this one
@@ -43,7 +44,15 @@ class RequestChoices:
     tickets: Any
 
 
-def checked(given: Any, page: int, allowed: bool, budgeted: bool = True) -> dict[str, int]:
+def asked_by(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `vllm_xargs` ask by their own names, as a body's field would; {} where they ask nothing."""
+    asked = {"budget": arguments[BUDGET]} if BUDGET in arguments else {}
+    return {**asked, "dense": True} if arguments.get(DENSE) == 1 else asked
+
+
+def checked(
+    given: Any, page: int, allowed: bool, budgeted: bool = True, most: int | None = None, device: str = "cpu"
+) -> dict[str, int]:
     """Return what a request's body asks, as `vllm_xargs`.
 
     Args:
@@ -51,10 +60,17 @@ def checked(given: Any, page: int, allowed: bool, budgeted: bool = True) -> dict
         page: the least budget.
         allowed: whether requests may ask anything.
         budgeted: whether a method of the server depends on a budget.
+        most: the largest budget, with which no request is dense; None: any, and requests may be dense.
+        device: that the engine runs on.
 
     Raises:
-        ValueError: it asks something else, too little, or may ask nothing.
+        ValueError: it asks something else, too little, too much, or may ask nothing.
     """
+    if device != "cpu":
+        raise ValueError(
+            f'"{KEY}": requests choose on CPUs alone, and this server runs on {device} with one budget for all, that '
+            f"of its start (--budget): leave it out"
+        )
     _FIELDS.check(given, f'"{KEY}"')
     if not allowed:
         raise ValueError(f'this server was started with --no-per-request: leave "{KEY}" out')
@@ -64,15 +80,25 @@ def checked(given: Any, page: int, allowed: bool, budgeted: bool = True) -> dict
         raise ValueError(f'"{KEY}": this server\'s method reads the same rows at every budget: leave budget out')
     if given.get("budget", page) < page:
         raise ValueError(f'"{KEY}": budget is {page} rows or more here, got {given["budget"]}')
+    if most is not None and given.get("dense"):
+        raise ValueError(
+            f'"{KEY}": this server lets a request ask for a budget of {most} rows at most (--max-budget), and a dense '
+            f"one reads every row: give a budget, or leave it out"
+        )
+    if most is not None and given.get("budget", most) > most:
+        raise ValueError(f'"{KEY}": budget is {most} rows or less here (--max-budget), got {given["budget"]}')
     if given.get("dense"):
         return {DENSE: 1}
     return {BUDGET: given["budget"]} if "budget" in given else {}
 
 
-def request_choices(arguments: Sequence[Mapping[str, Any] | None], page: int, allowed: bool) -> RequestChoices | None:
+def request_choices(
+    arguments: Sequence[Mapping[str, Any] | None], page: int, allowed: bool, most: int | None = None
+) -> RequestChoices | None:
     """Return what requests ask by their `extra_args`; None where none asks anything.
 
-    What is no whole number, or below a page, is not followed: the middleware has refused it where there is one.
+    What is no whole number, below a page or beyond `most` is not followed: the middleware has refused it where there is
+    one. With `most` no request is dense either.
     """
     if not any(arguments):
         return None
@@ -80,8 +106,9 @@ def request_choices(arguments: Sequence[Mapping[str, Any] | None], page: int, al
     for given in arguments:
         own = given or {}
         budget = own.get(BUDGET, OWN) if allowed else OWN
-        budgets.append(min(budget, MOST) if type(budget) is int and budget >= page else OWN)
-        dense.append(allowed and own.get(DENSE) == 1)
+        fits = type(budget) is int and budget >= page and (most is None or budget <= most)
+        budgets.append(min(budget, MOST) if fits else OWN)
+        dense.append(allowed and most is None and own.get(DENSE) == 1)
         ticket = own.get(TICKET, 0)
         tickets.append(ticket if type(ticket) is int and 0 <= ticket < 1 << 62 else 0)
     return RequestChoices(np.array(budgets, np.int64), np.array(dense, np.bool_), np.array(tickets, np.int64))

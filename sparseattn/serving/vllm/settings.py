@@ -43,6 +43,7 @@ FIELDS = Object(
         "modules": Text(),
         "on_mismatch": Text(),
         "per_request": Flag(),
+        "max_budget": Number(1, whole=True),
     }
 )
 
@@ -64,6 +65,7 @@ class Settings:
             folders of Python's; "": in none. Settings are what a user says, so that classes they name are imported.
         on_mismatch: what an engine does that is not as sparseattn knows it: "refuse" to start, or serve as "stock".
         per_request: whether a request may ask for a budget of its own, or for dense decoding.
+        max_budget: the largest budget that a request may ask for, which then may not ask for dense decoding; None: any.
         measured: whether the engine is to measure `above` at its start, see `break_even.py`.
     """
 
@@ -77,7 +79,22 @@ class Settings:
     modules: str = ""
     on_mismatch: str = REFUSE
     per_request: bool = True
+    max_budget: int | None = None
     measured: bool = False
+
+    def __post_init__(self) -> None:
+        """ValueError for a `max_budget` that lets no request ask for anything."""
+        if self.max_budget is None:
+            return
+        if not self.per_request:
+            raise ValueError(
+                f'"{KEY}": max_budget {self.max_budget} limits what requests ask, and per_request false lets them ask '
+                f"nothing: give one of them"
+            )
+        if self.max_budget < (page := self.shape[0]):
+            raise ValueError(
+                f'"{KEY}": max_budget is {page} rows or more, a page of {self.called}, got {self.max_budget}'
+            )
 
     @classmethod
     def of_plan(cls, plan: Plan, above: int | str = above) -> Settings:
@@ -92,7 +109,7 @@ class Settings:
         """Return what `parse` makes them of."""
         unused = ["layers"] if self.layers is None else ["selector", "budget", "dense_layers"]
         unused += ["modules"] * (not self.modules) + ["on_mismatch"] * (self.on_mismatch == REFUSE) + ["measured"]
-        unused += ["per_request"] * self.per_request
+        unused += ["per_request"] * self.per_request + ["max_budget"] * (self.max_budget is None)
         written = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
         return {**written, "above": AUTO} if self.measured else written
 
