@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.budget import Budget
-from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_in
-from sparseattn.models.drafts.checks import check_cache, check_frequencies, check_processors, check_request
+from sparseattn.models.drafts.checks import (
+    check_cache,
+    check_frequencies,
+    check_given,
+    check_processors,
+    check_request,
+)
 from sparseattn.models.drafts.length import AutoLength, DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
 from sparseattn.models.drafts.rules import Rules
@@ -27,7 +32,7 @@ from sparseattn.models.drafts.shared_clock import SharedLength, groups_of
 from sparseattn.models.drafts.stats import LosslessStats
 from sparseattn.models.input_device import input_device
 from sparseattn.models.sparse_cache import Method, PerLayer, SparseCache
-from sparseattn.models.transformers_classes import DynamicCache
+from sparseattn.models.transformers_classes import StoppingCriteriaList, StopStringCriteria
 
 __all__ = ["Lossless", "LosslessOutput", "LosslessStats", "generate_lossless"]
 
@@ -158,10 +163,11 @@ class Lossless:
         stopping_criteria: Any,
         generation_config: Any,
         synced_gpus: bool = False,
-        tokenizer: Any = None,
         **inputs: Any,
     ) -> Tensor:
-        """Generate, as `model.generate` calls it; it makes the `stop_strings` of a `tokenizer` stopping criteria.
+        """Generate, as `model.generate` calls it, which has no `tokenizer` for a `custom_generate`: it refuses
+        `stop_strings`. `stopping_criteria=[StopStringCriteria(tokenizer, strings)]` stops there, and
+        `generate_lossless` makes that.
 
         Raises:
             ValueError: what `generate` was asked for beside greedy decoding and sampling; a cache that is neither empty
@@ -176,11 +182,7 @@ class Lossless:
         given = cache_in(inputs)
         if isinstance(given, SparseCache):
             return self._generate(model, given, request)
-        if given is not None and (type(given) is not DynamicCache or given.get_seq_length()):
-            raise ValueError(
-                f"lossless drafts keep their rows in a SparseCache, which crops single rows: give generate one that "
-                f"was made for {name_of(model)}, or no cache, got a {type(given).__name__}"
-            )
+        check_given(given, model)
         with SparseCache(model, self.selector, self.budget, **self.settings) as cache:
             return self._generate(model, cache, request)
 
@@ -260,7 +262,8 @@ def generate_lossless(
         cache: a `SparseCache` of this model, which holds earlier turns and keeps this one, instead of `selector` and
             `budget`.
         settings: of the `SparseCache` that is made, such as `{"sink": 4}`.
-        options: of `model.generate`, such as `attention_mask`, `max_new_tokens`, `do_sample`.
+        options: of `model.generate`, such as `attention_mask`, `max_new_tokens`, `do_sample`; `stop_strings` with a
+            `tokenizer`.
 
     Raises:
         ValueError, ModelError: see `Lossless` and `SparseCache`.
@@ -271,6 +274,9 @@ def generate_lossless(
     options.setdefault("attention_mask", torch.ones_like(ids))
     if cache is not None:
         options["cache"] = cache
+    if options.get("stop_strings") is not None and options.get("tokenizer") is not None:
+        stop = StopStringCriteria(options.pop("tokenizer"), options.pop("stop_strings"))
+        options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or []), stop])
     sequences = model.generate(ids, custom_generate=custom, **options)
     assert custom.stats is not None
     return LosslessOutput(sequences, custom.stats)

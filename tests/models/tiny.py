@@ -55,13 +55,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "gpt_neox": ("GPTNeoX", {}),
 }
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+}
 SMALL = {"sink": 2, "window": 8, "seal": 16}  # sealing, in the first tokens and again
 NEW = 24
 
 
 def random_model(family: str, **changes: Any) -> Any:
     """A model of the family with random weights."""
-    name, own = FAMILIES[family]
+    name, own = (FAMILIES | MIXTURES)[family]
     config_class = transformers.Gemma3TextConfig if name == "Gemma3" else getattr(transformers, f"{name}Config")
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config_class(**COMMON | own | changes)).eval()
@@ -69,7 +81,11 @@ def random_model(family: str, **changes: Any) -> Any:
 
 def small(family: str, **changes: Any) -> Any:
     """A model of the family that generates: to the last token asked for, and Mistral over the whole context."""
-    model = random_model(family, **({"sliding_window": None} if family == "mistral" else {}) | changes)
+    return ending(random_model(family, **({"sliding_window": None} if family == "mistral" else {}) | changes))
+
+
+def ending(model: Any) -> Any:
+    """The model, which generates to the last token asked for, and is told how to pad."""
     model.generation_config.eos_token_id = 256  # beyond the vocabulary: 5.2's prompt lookup cannot do without one
     model.generation_config.pad_token_id = 0
     return model

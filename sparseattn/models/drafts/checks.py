@@ -10,6 +10,7 @@ from torch import Tensor
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
 from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.models.transformers_classes import DynamicCache
 from sparseattn.selectors.abilities import Evicts
 
 # Arguments that `generate` hands on and that are heard, or change nothing.
@@ -100,6 +101,24 @@ def _following(model: Any) -> Iterator[tuple[str, int]]:
                 yield kind, int(module.original_max_seq_len)
 
 
+def check_given(given: Any, model: Any) -> None:
+    """Refuse a cache of transformers unless it is plain and empty: a `SparseCache` takes the place of such a one."""
+    if given is None:
+        return
+    # Recurrent layers do not count tokens; where there are no others, SparseCache says why there can be none.
+    layers = given.layers if type(given) is DynamicCache else []
+    if type(given) is not DynamicCache or any(x.get_seq_length() for x in layers if hasattr(x, "get_seq_length")):
+        raise ValueError(
+            f"lossless drafts keep their rows in a SparseCache, which crops single rows: give generate one that "
+            f"was made for {name_of(model)}, or no cache, got a {type(given).__name__}"
+        )
+    if getattr(given, "offloading", False):
+        raise ValueError(
+            "lossless drafts keep their rows in a SparseCache, and a cache that offloads was asked for: leave it out, "
+            'and for rows in main memory give Lossless sealed_device="cpu"'
+        )
+
+
 def check_cache(cache: SparseCache) -> None:
     """Refuse a cache that full attention cannot be had from, or that does not go back."""
     if any(layer.index is not None for layer in cache.prepared.layers.values()):
@@ -121,7 +140,8 @@ def check_cache(cache: SparseCache) -> None:
                     f"the model's own: leave rows out"
                 )
     for index, layer in enumerate(cache.layers):
-        croppable = getattr(layer, "is_croppable", True)
+        # One with a convolution alone says that it crops once it holds tokens: a later turn is refused as the first is.
+        croppable = getattr(layer, "is_croppable", True) and not hasattr(layer, "conv_states")
         if getattr(layer, "is_sliding", False) and not hasattr(layer, "activate_past_recording"):
             croppable = False
         if not croppable:
