@@ -359,7 +359,7 @@ SECOND = {
     "exact-layer", "exact-static", "freekv-next",
     "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
     "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pillar-newest",
-    "pq-each", "querypq-keys", "querypq-page",
+    "pq-each", "querypq-additive", "querypq-keys", "querypq-page", "querypq-rope",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
     "tailed-saap", "topp-group", "topp-querypq", "twostage-codes", "twostage-estimate", "twostage-querypq",
@@ -484,9 +484,19 @@ CASES = [
     Case("querypq", lambda: QueryPQ(8, 8, share=1.0), lambda: QueryPQ(8, 8, share=1.0)),
     Case("querypq-keys", lambda: QueryPQ(16, 4, "keys", group="each"), lambda: QueryPQ(16, 4, "keys", group="each")),
     Case(
+        "querypq-additive",
+        lambda: QueryPQ(5, 4, share=1.0, additive=True),
+        lambda: QueryPQ(16, 4, share=1.0, additive=True),
+    ),
+    Case(
         "querypq-page",
         lambda: QueryPQ(8, 8, share=1.0, group="sum", page=8),
         lambda: QueryPQ(8, 8, share=1.0, group="sum", page=8),
+    ),
+    Case(
+        "querypq-rope",
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, additive=True, mean="rope")),
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, mean="rope")),
     ),
     Case("tailed-querypq", lambda: Tailed(QueryPQ(8, 8, share=1.0), 8), lambda: Tailed(QueryPQ(8, 8, share=1.0), 8)),
     Case(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+BLOCK = 256  # positions of `products_below` at once
+
 
 @dataclass(frozen=True, eq=False)
 class Rope:
@@ -98,14 +100,51 @@ class Rope:
         angle = (positions.to(device, torch.float32)[..., None] * self.inv_freq.to(device)).to(dtype)
         return angle.cos(), angle.sin()
 
+    def products_at(self, query: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the products of queries with `x` as it is turned to positions, without `scaling`.
+
+        Args:
+            query: `[B,H,G,D]`.
+            x: `[B,H,D]`.
+            positions: `[B,n]` int64.
+
+        Returns:
+            `[B,H,G,n]` float32.
+        """
+        across, along, rest = self._met(query, x)
+        cos, sin = self.cos_sin(positions[:, None], query.device)  # [B,1,n,R/2]
+        return across @ cos.mT + along @ sin.mT + rest
+
+    def products_below(self, query: Tensor, x: Tensor, count: int) -> Tensor:
+        """Return what `products_at` does, for the positions from 0 to `count`: as one matrix product, since a rotation
+        by a position is one by a multiple of 256 and one by what is left. `[B,H,G,count]` float32."""
+        across, along, rest = self._met(query, x)
+        blocks = torch.arange(0, max(count, 1), BLOCK, device=query.device)
+        cos, sin = self.cos_sin(blocks, query.device)  # [n/256,R/2]
+        across, along = across[..., None, :], along[..., None, :]
+        turned = torch.cat([across * cos + along * sin, along * cos - across * sin], -1)  # [B,H,G,n/256,R]
+        within = torch.cat(self.cos_sin(torch.arange(min(BLOCK, max(count, 1)), device=query.device)), -1)  # [256,R]
+        return (turned @ within.mT).flatten(-2)[..., :count] + rest
+
+    def _met(self, query: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the cosine and the sine of each pair's angle count for in `products_at`, `[B,H,G,R/2]` each, and
+        what does not turn `[B,H,G,1]`."""
+        (a, b), (c, d) = (self._pairs(part.float()).unbind(-1) for part in (query, x[:, :, None]))
+        rest = (query[..., self.rotated :].float() * x[:, :, None, self.rotated :].float()).sum(-1, keepdim=True)
+        return a * c + b * d, b * c - a * d, rest
+
+    def _pairs(self, x: Tensor) -> Tensor:
+        """Return the pairs of `x` `[...,D]`, `[...,R/2,2]`, a view."""
+        part = x[..., : self.rotated]
+        return part.unflatten(-1, (-1, 2)) if self.interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+
     def _turn(self, x: Tensor, positions: Tensor, factor: float, sign: int) -> Tensor:
         size = self.rotated
         if x.shape[-1] < size:
             raise ValueError(f"this rope rotates {size} dimensions, the vectors have {x.shape[-1]}")
-        part = x[..., :size].to(torch.promote_types(x.dtype, torch.float32))
-        cos, sin = self.cos_sin(positions, x.device, part.dtype)
+        pairs = self._pairs(x.to(torch.promote_types(x.dtype, torch.float32)))
+        cos, sin = self.cos_sin(positions, x.device, pairs.dtype)
         cos, sin = cos * factor, sin * (sign * factor)
-        pairs = part.unflatten(-1, (-1, 2)) if self.interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
         a, b = pairs.unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
         if not self.interleaved:

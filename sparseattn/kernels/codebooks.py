@@ -41,8 +41,12 @@ def paired(names: Tensor) -> Tensor:
 
 
 def products(query: Tensor, books: Tensor) -> Tensor:
-    """`[B,H,G,S,K]` float32: the products of queries `[B,H,G,S*d]` with the centroids `[B,H,S,K,d]`."""
-    cut = query.float().unflatten(3, (books.shape[2], books.shape[4])).transpose(2, 3)  # [B,H,S,G,d]
+    """`[B,H,G,S,K]` float32: the products of queries `[B,H,G,S*d]` with the centroids `[B,H,S,K,d]`, or of queries
+    `[B,H,G,D]` with centroids `[B,H,S,K,D]` of all channels."""
+    whole = query.float()
+    if books.shape[4] == query.shape[3]:
+        return (whole[:, :, None] @ books.float().mT).transpose(2, 3)
+    cut = whole.unflatten(3, (books.shape[2], books.shape[4])).transpose(2, 3)  # [B,H,S,G,d]
     return (cut @ books.float().mT).transpose(2, 3)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from sparseattn.core.rope import Rope
 from sparseattn.kernels.product_codes import dispatch, reference
-from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, rounded
+from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, Turning, rounded
 
 
 def chosen(tables: Tables, keys: ProductCodes, count: int, impl: str) -> torch.Tensor:
@@ -46,10 +49,51 @@ def test_rounded_tables_are_within_half_a_step_a_subspace(shape: tuple[int, ...]
     assert bool((off > 0).all()), "a step of 0 would pass too"
 
 
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_centroids_of_all_channels_choose_as_the_reference_does(shape: tuple[int, ...]) -> None:
+    pytest.importorskip("numba")
+    tables, keys = made(*shape)
+    batch, heads, _, size = tables.query.shape
+    centroids = torch.randn(batch, heads, shape[3], 1 << shape[4], size, generator=torch.Generator().manual_seed(1))
+    whole = Tables(tables.query, tables.turn, centroids.bfloat16())
+    asked = tables.query @ tables.turn.float().mT
+    torch.testing.assert_close(
+        whole.numbers(), torch.einsum("bhgd,bhmkd->bhgmk", asked, whole.centroids.float()), rtol=1e-4, atol=1e-4
+    )
+    check_choices(whole, keys, "numba")
+
+
+@pytest.mark.parametrize(
+    ("shape", "interleaved", "much"),
+    [
+        *((shape, shape[1] == 2, 1.0) for shape in (*SHAPES[:4], (1, 2, 3, 8, 4, 20_000), (1, 1, 3, 8, 4, 7_000))),
+        *((shape, False, 1e4) for shape in SHAPES[:3]),
+    ],
+    ids=str,
+)
+def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_reference_does(
+    shape: tuple[int, ...], interleaved: bool, much: float
+) -> None:
+    """With steps of the tables, and with longer ones where what is added would not fit sums of 16 bits."""
+    pytest.importorskip("numba")
+    tables, keys = made(*shape)
+    batch, heads, _, size = tables.query.shape
+    draw = torch.Generator().manual_seed(2)
+    at = torch.arange(shape[-1]).expand(batch, -1) + torch.randint(0, 999, (batch, 1), generator=draw)
+    rope = Rope.of(size // 2 * 2 if size < 9 else 8)
+    key = much * torch.randn(batch, heads, size, generator=draw)
+    turning = Turning(replace(rope, interleaved=interleaved), key, torch.where(keys.valid, at, -1).int())
+    # Of rows that weigh nothing beside the best any may be chosen, and the sample's rounding tells which two compete.
+    counts = (1,) if much > 1 else (20, 100, 2500)
+    check_choices(replace(tables, beside=turning), keys, "numba", counts)
+
+
 def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[int, ...] = (1, 20, 100, 2500)) -> None:
     """Rows of equal votes may be others, and a table's number may be rounded the other way by an error of float32."""
-    names, step, _ = rounded(tables.numbers())
+    more = tables.more()
+    names, step, _ = rounded(tables.numbers(), more)
     sums = step[:, :, None, None] * reference.sums(names.float(), keys)
+    sums = sums if more is None else sums + more
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
     for count in counts:
         found, expected = (chosen(tables, keys, count, which) for which in (impl, "torch"))

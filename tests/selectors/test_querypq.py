@@ -8,12 +8,22 @@ import pytest
 import torch
 
 from sparseattn import KVCache, Mass, QueryPQ, evaluate, make_selector
+from sparseattn.core.context import LayerContext
 from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import Shape, step_cost
 from sparseattn.kernels import codebooks
+from sparseattn.kernels.additive_codes import dispatch as additive_codes
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.base import vote
-from sparseattn.selectors.parameters.query_metric import balanced, dealt, half_moved_ahead, metric_of, reached
+from sparseattn.selectors.parameters.query_metric import (
+    as_coded,
+    balanced,
+    codes_of,
+    dealt,
+    half_moved_ahead,
+    metric_of,
+    reached,
+)
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
 from tests.cases import attention
@@ -68,6 +78,100 @@ def test_bytes_are_the_codes_of_every_row_and_what_a_query_is_turned_by() -> Non
         cache.seal()
         found = cache.select(query[:, :, :, -1].bfloat16(), 16)
         assert found.scan_bytes.tolist() == [[320 * row + 2 * 64 * (centroids + 64) + 4 * 64] * 2]
+
+
+def test_sums_of_centroids_are_nearer_to_keys_than_parts_are_at_equal_bytes() -> None:
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 1500, 32, generator=draw) @ torch.randn(32, 32, generator=draw)
+    weights = torch.rand(2, 1500, generator=draw)
+    off = {}
+    for additive in (False, True):
+        codes = codes_of(keys, None, weights, 4, 4, 0, additive)
+        turned = (keys - codes["centre"][:, None]) @ codes["turn"].mT
+        if additive:
+            named = additive_codes.names(turned[None], codes["centroids"][None])[0].long()  # [H,M,n]
+            read = codes["centroids"].gather(2, named[..., None].expand(-1, -1, -1, 32)).sum(1)
+        else:
+            read = as_coded(turned, codes["centroids"])
+        off[additive] = float(((turned - read).square().sum(2) * weights).mean())
+    assert off[True] < 0.9 * off[False]
+
+
+def test_sums_of_few_keys_and_of_keys_without_weight_are_finite() -> None:
+    keys = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
+    for weights in (None, torch.zeros(1, 5)):
+        assert bool(codes_of(keys, None, weights, 3, 4, 0, True)["centroids"].isfinite().all())
+
+
+def test_a_row_of_sums_ranks_by_the_query_times_the_sum() -> None:
+    query, keys, values = attention(1, 2, 3, 320, 64)
+    cache = KVCache(QueryPQ(5, share=1.0, additive=True), sink=0, window=0, seal=32)
+    cache.append(keys, values, query)
+    cache.seal()
+    selector, asked = cache.selector, query[:, :, :, -1]
+    assert isinstance(selector, QueryPQ)
+    books, codes = selector.centroids.data.float(), selector.codes.data
+    named = torch.stack([codes & 15, codes >> 4], 3).flatten(2, 3)[:, :, :5].long()  # [B,H,M,N]
+    read = books.gather(3, named[..., None].expand(-1, -1, -1, -1, 64)).sum(2) @ selector.turn.data.inverse().mT
+    logits = asked @ (read + selector.centre.data[:, :, None]).mT / 8
+    torch.testing.assert_close(selector.logits(asked, cache.search.step().valid), logits, rtol=2e-2, atol=5e-2)
+    found = cache.select(asked, 16)
+    votes = logits.softmax(3).sum(2)
+    read = votes.gather(2, found.rows.long()).sort(-1).values
+    torch.testing.assert_close(read, votes.topk(16).values.sort(-1).values, rtol=2e-2, atol=1e-3)
+    assert found.scan_bytes.tolist() == [[320 * 3 + 2 * 64 * (5 * 16 + 64) + 4 * 64] * 2]
+
+
+def roped(means: float = 3.0, tokens: int = 600) -> Trace:
+    """A trace whose keys have a large mean before RoPE, and whose later ones are as the first."""
+    draw = torch.Generator().manual_seed(0)
+    rope, at = replace(Rope.of(32), interleaved=True), torch.arange(tokens)
+    mean = means * torch.randn(2, 1, 48, generator=draw)
+    key = rope.rotate(torch.randn(2, tokens, 48, generator=draw) + mean, at)
+    query = rope.rotate(torch.randn(2, 2, tokens, 48, generator=draw) + mean[:, None] / 4, at)
+    return Trace.build([TraceLayer(0, query, key, torch.randn(2, tokens, 48, generator=draw), 48**-0.5, rope)], at)
+
+
+def test_codes_without_the_mean_before_rope_find_more_and_are_the_same_at_the_prompts_end_and_far_behind_it() -> None:
+    trace = roped()
+    for spec in ("querypq:share=1.0,subspaces=6", "querypq:share=1.0,subspaces=6,additive=True"):
+        found = {
+            mean: evaluate(trace, make_selector(f"{spec},mean={mean}"), 64, last=300, every=50, seal=32).mean(
+                "recovered"
+            )
+            for mean in ("plain", "rope")
+        }
+        assert found["rope"] > found["plain"] + 0.05
+    plain = Trace.build([replace(trace.layer(0), rope=None)], trace.positions)
+    both = (evaluate(plain, make_selector(f"querypq:share=1.0,mean={mean}"), 64, last=8) for mean in ("plain", "rope"))
+    assert len({found.mean("recovered") for found in both}) == 1, "a layer without a known RoPE has the plain mean"
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_mean_before_rope_is_in_the_logits_and_its_bytes_are_counted(fixed: bool) -> None:
+    layer = roped().layer(0)
+    query, keys, values = layer.query[None].bfloat16(), layer.keys[None].bfloat16(), layer.values[None].bfloat16()
+    method = QueryPQ(24, share=1.0, mean="rope")
+    method.bind(LayerContext(rope=layer.rope))
+    cache = KVCache(method, sink=0, window=0, seal=50, fixed=fixed, capacity=700 if fixed else 0)
+    for first in (0, 400):  # the last rows are coded with the books of the first
+        part = slice(first, first + 400)
+        cache.append(keys[:, :, part], values[:, :, part], query[:, :, :, part])
+        cache.seal()
+    asked = query[:, :, :, -1]
+    selector = cache.selector
+    assert isinstance(selector, QueryPQ)
+    valid = cache.search.step().valid
+    logits = selector.logits(asked, valid)[..., :600]
+    exact = asked.float() @ keys.float().mT / 48**0.5
+    off = (logits - exact).std() / exact.std()
+    assert float(off) < 0.25
+    found = cache.select(asked, 32)
+    weights = logits.softmax(3).sum(2)
+    read, best = weights.gather(2, found.rows.long()).sum(2), weights.topk(32).values.sum(2)
+    torch.testing.assert_close(read, best, rtol=0.02, atol=0.0)
+    per_row = 12 + 2  # codes, and half of a position
+    assert found.scan_bytes.tolist() == [[600 * per_row + 2 * 48 * (16 + 48) + 8 * 48] * 2]
 
 
 def test_rows_sealed_later_are_coded_with_the_prompts_books_and_change_none() -> None:
@@ -215,6 +319,10 @@ def test_what_cannot_be_a_second_stage_is_refused() -> None:
         ("twostage:second=quest", "ranks listed rows by codes: querypq, or by bits, .* got quest"),
         ("twostage:second=[lowbit:bits=4]", "by bits, rows, group and scales a lowbit; got lowbit:bits=4"),
         ("twostage:second=[querypq:page=4]", "a second stage chooses single rows: give querypq:page=4 page=1"),
+        (
+            "twostage:second=[querypq:mean=rope]",
+            "shown keys without their positions: give querypq:mean=rope mean=plain",
+        ),
         ("twostage:second=querypq,bits=4", "are of a lowbit: leave them out, or second=querypq"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -276,6 +384,15 @@ def test_what_querypq_refuses() -> None:
         ({"bits": 6}, "bits is one of 4, 8, got 6"),
         ({"metric": "own queries"}, "metric is one of own, keys, got 'own queries'"),
         ({"subspaces": 256}, "subspaces is 128 or less, as sums of their tables have 16 bits, got 256"),
+        (
+            {"additive": True, "artefact": "a.safetensors"},
+            "codes with additive are the prompt's own: leave out artefact=a",
+        ),
+        (
+            {"mean": "rope", "artefact": "a.safetensors"},
+            "codes with mean=rope are the prompt's own: leave out artefact=a",
+        ),
+        ({"mean": "before"}, "mean is one of plain, rope, got 'before'"),
         ({"reach": 2.0}, "reach is a power of weights, 0 to 1, got 2.0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -44,7 +44,7 @@ def _attend_coded(kinds, numbers, rows, factor, scale, query_at, arenas_at, chos
 def _attend_named(kinds, numbers, rows, root, scale, query_at, arenas_at, chosen_at, outs):
     """kinds, numbers, root, query_at, arenas_at, chosen_at: see `best_by_codes`; rows, scale, outs: see
     `attend_prepared`. Return `KNOWN` or why there is no output."""
-    many = numbers[0] * numbers[7] * numbers[8] * numbers[10]
+    many = numbers[0] * numbers[7] * numbers[23]
     if not all_finite(array_at(kinds[0], query_at, many), many):
         return NOT_FINITE
     best_by_codes(kinds, numbers, root, query_at, arenas_at, chosen_at)

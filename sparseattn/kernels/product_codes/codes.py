@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparseattn.core.rope import Rope
 from sparseattn.kernels import codebooks
 
 MORE = 2  # candidates for every row that is chosen: with as many the vote chooses as among all (the log, 2026-11-25)
 BLOCK = 64  # rows that kernels take at once
 APART, FEW = 16, 32  # blocks, see `blocks_apart`
 LEVELS = 255  # steps of a rounded table
+HIGHEST = 32_512  # sum of 16 bits with what is added to it
 MOST = 128  # subspaces: a sum of so many rounded numbers fits 15 bits
+MOST_BESIDE = 112  # with a `Turning`, which has room for 3,952 steps then
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,24 +36,50 @@ class ProductCodes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Turning:
+    """A key that each row has beside what its codes say, turned to the row's position.
+
+    Args:
+        rope: what turns it.
+        key: `[B,H,D]` float32, before RoPE.
+        at: `[B,N]` int32, positions of rows; what is below 0 counts as 0.
+    """
+
+    rope: Rope
+    key: Tensor
+    at: Tensor
+
+    def products(self, query: Tensor) -> Tensor:
+        """Return those of queries `[B,H,G,D]` float32 with it, `[B,H,G,N]` float32."""
+        at = self.at.clamp(min=0).long()
+        return self.rope.products_at(query, self.key, at)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Tables:
     """What each code of a subspace adds to a step's logits, by what that is made of.
 
     Args:
         query: `[B,H,G,D]`, of a stored dtype.
         turn: `[B,H,D,D]`, the map of queries to the space of the centroids, of stored dtypes.
-        centroids: `[B,H,M,2^bits,D/M]`, of the same dtype.
+        centroids: `[B,H,M,2^bits,D/M]`, of the same dtype; where a key is a sum of M of them, `[B,H,M,2^bits,D]`.
         temperature: what queries are divided by.
+        beside: what each row has beside its codes; None: nothing.
     """
 
     query: Tensor
     turn: Tensor
     centroids: Tensor
     temperature: float = 1.0
+    beside: Turning | None = None
 
     def numbers(self) -> Tensor:
         """Return them, `[B,H,G,M,2^bits]` float32."""
         return codebooks.products((self.query.float() / self.temperature) @ self.turn.float().mT, self.centroids)
+
+    def more(self) -> Tensor | None:
+        """Return what is added for each row, `[B,H,G,N]` float32; None: nothing."""
+        return None if self.beside is None else self.beside.products(self.query.float() / self.temperature)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +87,7 @@ class RankedCodes:
     """Stored rows and all that ranks them for a query: `product_codes.dispatch.best` of `tables` and `keys`.
 
     Args:
-        turn, centroids, temperature: see `Tables`.
+        turn, centroids, temperature, beside: see `Tables`.
         keys: the rows.
     """
 
@@ -66,10 +95,11 @@ class RankedCodes:
     centroids: Tensor
     temperature: float
     keys: ProductCodes
+    beside: Turning | None = None
 
     def tables(self, query: Tensor) -> Tables:
         """Return those of queries `[B,H,G,D]`."""
-        return Tables(query, self.turn, self.centroids, self.temperature)
+        return Tables(query, self.turn, self.centroids, self.temperature, self.beside)
 
     @property
     def valid(self) -> Tensor:
@@ -77,7 +107,7 @@ class RankedCodes:
         return self.keys.valid
 
 
-def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rounded(tables: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return tables rounded to 8 bits, with one step for all query heads of a KV head, so that these compare.
 
     Each subspace's least number is taken from its numbers, so a logit is `least + step * sum` of the rounded ones,
@@ -85,14 +115,23 @@ def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         tables: `[B,H,G,M,K]` float32.
+        more: `[B,H,G,N]` float32, what is added for each row: steps are so long that it fits sums of 16 bits.
 
     Returns:
         `[B,H,G,M,K]` uint8, the step `[B,H]` float32, and the sum of the least numbers `[B,H,G]` float32.
     """
     least, most = tables.aminmax(dim=4, keepdim=True)
     step = (most - least).amax((2, 3, 4)) / LEVELS  # [B,H]
+    if more is not None:
+        low, high = more.aminmax(dim=3)
+        step = torch.maximum(step, (high - low).amax(2) / room_beside(tables.shape[3]))
     scale = torch.where(step > 0, step, 1)[:, :, None, None, None]
     return ((tables - least) / scale).round_().clamp_(max=LEVELS).to(torch.uint8), step, least.sum((3, 4))
+
+
+def room_beside(subspaces: int) -> int:
+    """Return the largest number of steps that can be added to a sum of so many rounded numbers."""
+    return HIGHEST - LEVELS * subspaces
 
 
 def blocks_apart(rows: int) -> int:

@@ -23,6 +23,7 @@ from sparseattn.kernels.product_codes.codes import BLOCK, MORE, MOST, ProductCod
 from sparseattn.kernels.product_codes.cpu_choice import choose_rows, pack, room, words_needed
 from sparseattn.kernels.product_codes.cpu_lists import TILE
 from sparseattn.kernels.product_codes.cpu_tables import make_tables, round_tables
+from sparseattn.kernels.product_codes.cpu_turning import add_turning, round_added, turning_numbers, turning_room
 
 _room = njit(room)
 CANDIDATE = 80  # multiplications that take as long as listing a candidate, its vote and its place among the best
@@ -45,12 +46,14 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
     `[lists,G*D]` of queries, what threads work in, and start and length `[2,lists,S]` of int32 lie."""
     lists, heads, total, apart, more, wanted, most, share, subspaces, entries, size = numbers[:11]
     codes_at, codes_b, codes_h, step, count, bits, valid_at, valid_b = numbers[11:19]
-    turn_at, centroids_at, arena_size, workers = numbers[19:23]
+    turn_at, centroids_at, arena_size, workers, wide = numbers[19:24]
+    turning, behind = numbers[24:36], numbers[36]
     kind, turn_kind, centroid_kind = kinds
-    wide, sampled = subspaces * size, (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
+    sampled = (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
     queries = array_at(kind, query_at, lists * share * wide)
     turns = array_at(turn_kind, turn_at, lists * wide * wide)
-    books = array_at(centroid_kind, centroids_at, lists * entries * wide)
+    book = subspaces * entries * size
+    books = array_at(centroid_kind, centroids_at, lists * book)
     out = array_at(np.int32, out_at, 2 * lists * wanted)
     for worker in prange(workers):
         scaled, turned = np.empty(share * wide, np.float32), np.empty(share * wide, np.float32)
@@ -60,16 +63,24 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             for i in range(share * wide):
                 scaled[i] = read(queries, which * share * wide + i) / root
-            make_tables(scaled, turns, which * wide * wide, books, which * entries * wide,
-                        (share, subspaces, entries, size), turned, tables)  # fmt: skip
-            unit = round_tables(tables, names) * LOG2E
+            make_tables(scaled, turns, which * wide * wide, books, which * book,
+                        (share, subspaces, entries, size, wide), turned, tables)  # fmt: skip
+            arena = arenas_at + worker * arena_size
+            shortest, added, across = np.float32(0), 0, 0
+            if turning[0]:
+                shortest = add_turning(turning, which, scaled, share, subspaces, arena + behind)
+            grain = round_tables(tables, names, shortest)
+            if turning[0]:
+                added, across = round_added(turning, which, share, grain, arena + behind)
+            unit = grain * LOG2E
             pack(names.reshape(share, -1), share, words)
             b, h = which // heads, which % heads
             first, there = codes_at + b * codes_b + h * codes_h, valid_at + b * valid_b
             _take_tail(first, step, count, there, total, tail)
-            stored, given = (first, step, count, bits, there), (names.ctypes.data, share, words.ctypes.data)
+            stored = first, step, count, bits, there
+            given = names.ctypes.data, share, words.ctypes.data, added, across
             ends = tail.ctypes.data
-            own, arena = out[which * wanted : (which + 1) * wanted], arenas_at + worker * arena_size
+            own = out[which * wanted : (which + 1) * wanted]
             chosen = choose_rows(stored, given, ends, total, apart, more, unit, most, sampled, arena, own)
             if chosen < 0:
                 every = (total + TILE - 1) // TILE * TILE + TILE
@@ -176,20 +187,25 @@ class BestRows:
         more = min(MORE * count, rows)
         turn, centroids = ranked.turn.contiguous(), ranked.centroids.contiguous()
         valid = keys.valid if keys.valid.stride(1) == 1 else keys.valid.contiguous()
-        self.held = keys.codes, turn, centroids, valid  # addresses hold nothing
+        turning, held = turning_numbers(ranked.beside, heads, query.shape[3])
+        self.held = keys.codes, turn, centroids, valid, *held  # addresses hold nothing
         most = (2 * more + 4 * TILE) // TILE * TILE  # where more are listed, a thread makes room for all
         sampled = -(-rows // (BLOCK * apart)) * BLOCK
-        arena = -(-room(share, width, keys.bits, sampled, most)[-1] // 4096) * 4096
+        behind = -(-room(share, width, keys.bits, sampled, most)[-1] // 4096) * 4096
+        more_room = turning_room(share, rows, int(turning[6])) if held else 0
+        arena = behind + -(-more_room // 4096) * 4096
         workers = max(min(torch.get_num_threads(), self.lists), 1)
         self.arenas = workers * arena
         self.work = self.lists * (share * subspaces * rows / 16 + CANDIDATE * more)
+        self.work += self.lists * share * rows * query.shape[3] / 16 if held else 0
         self.factor = np.float32(ranked.temperature)
         self.kinds = KINDS[query.dtype], KINDS[turn.dtype], KINDS[centroids.dtype]
         self.numbers = np.array(
             [
                 self.lists, heads, rows, apart, more, self.count, most, share, subspaces, entries, size,
                 keys.codes.data_ptr(), *steps[:3], width, keys.bits, valid.data_ptr(), valid.stride(0),
-                turn.data_ptr(), centroids.data_ptr(), arena, workers,
+                turn.data_ptr(), centroids.data_ptr(), arena, workers, query.shape[3],
+                *turning, behind,
             ],
             np.int64,
         )  # fmt: skip
@@ -198,7 +214,7 @@ class BestRows:
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
     query = tables.query.contiguous()
-    rows = BestRows(query, RankedCodes(tables.turn, tables.centroids, tables.temperature, keys), count)
+    rows = BestRows(query, RankedCodes(tables.turn, tables.centroids, tables.temperature, keys, tables.beside), count)
     out = torch.empty(2, *query.shape[:2], rows.count, dtype=torch.int32)
     if not out.numel():
         return out[0], out[1]

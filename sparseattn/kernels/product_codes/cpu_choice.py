@@ -18,6 +18,7 @@ from sparseattn.kernels.product_codes.cpu_lists import TILE, ask, list_rows, pos
 from sparseattn.kernels.product_codes.cpu_registers import NONE, SHUFFLES
 from sparseattn.kernels.product_codes.cpu_sums import count_within, highest_sum, nearest, sum_block, within
 from sparseattn.kernels.product_codes.cpu_tables import make_losses
+from sparseattn.kernels.product_codes.cpu_turning import add_to_listed, add_to_sums
 from sparseattn.kernels.product_codes.cpu_votes import added_up, choose, mixed, weights
 
 AHEAD = 1024  # bytes of a code's rows that are asked for before their turn
@@ -69,8 +70,8 @@ def add_block(codes, step, count, bits, words, share, out, head_step, valid):
 
 @njit
 def _sum(codes, step, count, bits, tables, out, head_step, valid):
-    """Return the sums of 64 rows for each query head, see `sum_block`; codes, out, valid: addresses."""
-    names, share, words = tables
+    """Write the sums of 64 rows for each query head, see `sum_block`; codes, out, valid: addresses."""
+    names, share, words, _, _ = tables
     if SHUFFLES > 0 and bits == 4:
         sum_block(codes, step, count, names, 32 * count, share, out, head_step, valid)
     else:
@@ -100,7 +101,7 @@ def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
     same for all heads. unit: such a step in a logit, in units of log 2; sums, gap: int16, written too: the sums of
     these rows, one query head's behind another's, and how far they are below. All but numbers are addresses.
     """
-    (codes, step, count, bits, valid), share = stored, tables[1]
+    (codes, step, count, bits, valid), share, added = stored, tables[1], tables[3]
     whole, at = total // TILE * TILE, sums
     rows = (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
     for first in range(0, total, apart * BLOCK):
@@ -109,6 +110,8 @@ def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
         else:
             own = tail + first - whole
             _sum(own, TILE, count, bits, tables, at, 2 * rows, own + count * TILE)
+        if added:
+            add_to_sums(at, 2 * rows, share, added, tables[4], first, BLOCK)
         at += 2 * BLOCK
     weight, best, least = np.zeros(share, np.float32), np.zeros(share, np.float32), np.float32(np.inf)
     highest = array_at(np.int16, tops, share)
@@ -128,13 +131,15 @@ def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
 
 
 @njit
-def _mark(stored, tables, tops, limit, sums, marks):
-    """Mark those of 128 rows that are valid and `limit` at most below `tops`, as `possible` does; sums: room for
-    `[G + 1,64]` int16. All but numbers are addresses."""
-    (codes, step, count, bits, valid), (_, share, words) = stored, tables
+def _mark(stored, tables, row, tops, limit, sums, marks):
+    """Mark those of 128 rows from `row` on that are valid and `limit` at most below `tops`, as `possible` does; sums:
+    room for `[G + 1,64]` int16. All but numbers are addresses."""
+    (codes, step, count, bits, valid), (_, share, _, added, across) = stored, tables
     for half in range(2):
         first, bits_of = half * BLOCK, array_at(np.uint64, marks, 2)
-        add_block(codes + first, step, count, bits, words, share, sums, 2 * BLOCK, valid + first)
+        _sum(codes + first, step, count, bits, tables, sums, 2 * BLOCK, valid + first)
+        if added:
+            add_to_sums(sums, 2 * BLOCK, share, added, across, row + first, BLOCK)
         nearest(sums, 2 * BLOCK, share, tops, sums + 2 * BLOCK * share, BLOCK)
         bits_of[half] = within(sums + 2 * BLOCK * share, np.int16(limit))
 
@@ -156,10 +161,10 @@ def _list(stored, tables, tail, total, limit, most, places):
         at, across, there = codes + first, step, valid + first
         if first == whole:
             at, across, there = tail, TILE, tail + count * TILE
-        if SHUFFLES > 0 and bits == 4:
+        if SHUFFLES > 0 and bits == 4 and not tables[3]:
             possible(at, across, count, losses, 32 * count, begins, share, there, work)
         else:
-            _mark((at, across, count, bits, there), tables, tops, limit, work + 16, work)
+            _mark((at, across, count, bits, there), tables, first, tops, limit, work + 16, work)
         ask(at + AHEAD, across, count)
         ask(at + AHEAD + BLOCK, across, count)
         listed = list_rows(work, listed, first, at, across, count, kept, most, rows)
@@ -174,8 +179,8 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
 
     limit: about how far that is; places: those of `choose_rows`.
     """
-    (_, _, count, bits, _), (names, share, _) = stored, tables
-    sums, gap, kept, _, _, tops, begins, losses, ones, _ = places
+    (_, _, count, bits, _), (names, share, _, added, across) = stored, tables
+    sums, gap, kept, rows, _, tops, begins, losses, ones, _ = places
     marked, size = array_at(np.uint8, ones, BLOCK), count * 8 // bits << bits
     marked[:] = 1
     while True:
@@ -190,6 +195,8 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
             wide = (listed + BLOCK - 1) // BLOCK * BLOCK
             for first in range(0, wide, BLOCK):
                 _sum(kept + first, most, count, bits, tables, sums + 2 * first, 2 * most, ones)
+            if added:
+                add_to_listed(sums, 2 * most, share, added, across, rows, listed)
             nearest(sums, 2 * most, share, tops, gap, wide)
             below = array_at(np.int16, gap, wide)
             below[listed:] = NONE
@@ -240,7 +247,8 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
     """Name the best rows of one KV head in `out` `[S]` int32, and return how many; -1 where `arena` has no room.
 
     stored: address of the codes, bytes from one of a row to the next, how many, bits, and address of what says which
-    rows are valid; tables: address of `[G,M,K]` uint8, G, and address of what `pack` makes of them; tail: address of
+    rows are valid; tables: address of `[G,M,K]` uint8, G, address of what `pack` makes of them, and what `round_added`
+    returned, the address 0 where nothing is added to sums; tail: address of
     the codes of the rows behind whole tiles `[count,128]`, and behind these which are valid; unit: a step of a sum in
     units of log 2; arena: address of what `room` says.
     """

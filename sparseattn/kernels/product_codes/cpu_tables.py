@@ -18,11 +18,11 @@ FULL = 254  # the largest sum of 8 bits that is told from 255, where sums stop
 def make_tables(query, turn, turn_at, centroids, centroids_at, shape, turned, out):
     """`out` `[G,M,K]` float32: what codes add to the logits of a KV head's queries `[G*D]` float32.
 
-    turn, centroids: flat, stored as `numba_rows` has them, from these places on; shape: G, M, K and d; turned: `[G*D]`,
-    which is written.
+    turn, centroids: flat, stored as `numba_rows` has them, from these places on; shape: G, M, K, d and D, d = D where
+    each centroid is of all channels; turned: `[G*D]`, which is written.
     """
-    share, subspaces, entries, size = shape
-    wide = subspaces * size
+    share, subspaces, entries, size, wide = shape
+    step = size if size < wide else 0
     for d in range(wide):
         g = 0
         while share - g >= 4:
@@ -38,14 +38,15 @@ def make_tables(query, turn, turn_at, centroids, centroids_at, shape, turned, ou
         for k in range(entries):
             at = centroids_at + (m * entries + k) * size
             for g in range(share):
-                out[g, m, k] = dot(turned, g * wide + m * size, centroids, at, size)
+                out[g, m, k] = dot(turned, g * wide + m * step, centroids, at, size)
 
 
 @njit
-def round_tables(tables, names):
-    """Round the tables `[G,M,K]` float32 of a KV head to `names` `[G,M or M + 1,K]` uint8, and return the step."""
+def round_tables(tables, names, shortest):
+    """Round the tables `[G,M,K]` float32 of a KV head to `names` `[G,M or M + 1,K]` uint8, and return the step,
+    `shortest` or more."""
     share, subspaces, entries = tables.shape
-    step = np.float32(0)
+    step = np.float32(shortest)
     least = np.empty((share, subspaces), np.float32)
     for g in range(share):
         for m in range(subspaces):

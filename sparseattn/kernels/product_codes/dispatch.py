@@ -36,7 +36,8 @@ def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None
     candidates: 2 * `count` rows matter more to some query head.
 
     Args:
-        tables: of M subspaces, 128 or less, so that sums have 15 bits; what they add to all rows is left out.
+        tables: of M subspaces, 128 or less, so that sums have 15 bits; what they add to all rows is left out. With
+            `beside` 112 or less; what it adds is rounded to whole steps too.
         keys, impl: see `logits`.
         count: rows chosen for each KV head.
 
@@ -45,4 +46,6 @@ def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None
         valid rows. Which of equal rows is chosen is left open.
     """
     query = tables.query
-    return CODES.pick(impl, query.device, query.dtype, query.requires_grad).best(tables, keys, count)
+    # Triton's kernels take codes alone.
+    torch_only = query.requires_grad or (tables.beside is not None and query.device.type != "cpu")
+    return CODES.pick(impl, query.device, query.dtype, torch_only).best(tables, keys, count)

@@ -33,8 +33,12 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
-    names, step, _ = rounded(tables.numbers())
+    more = tables.more()
+    names, step, _ = rounded(tables.numbers(), more)
     whole = sums(names.float(), keys)
+    if more is not None:
+        unit = torch.where(step > 0, step, 1)[:, :, None, None]
+        whole += ((more - more.amin(3, keepdim=True)) / unit).round_()
     distance = nearest(whole, step, keys.valid)
     last = distance.topk(min(MORE * count, distance.shape[2]), 2).values.amin(2, keepdim=True)
     candidate = (distance >= last) & (distance > -torch.inf)

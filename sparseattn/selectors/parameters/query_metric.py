@@ -15,6 +15,7 @@ from torch import Tensor
 from sparseattn.core.rope import Rope
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
+from sparseattn.selectors.parameters.additive_books import additive_books
 
 ASKED = 64  # queries of the prompt's end that say which keys are reached
 RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no query of the sample has stay finite
@@ -137,10 +138,16 @@ def moves_ahead(at: Tensor, first: int, ahead: int, draw: torch.Generator) -> Te
 
 
 def codes_of(
-    keys: Tensor, queries: Iterable[Tensor] | None, weights: Tensor | None, parts: int, bits: int, seed: int
+    keys: Tensor,
+    queries: Iterable[Tensor] | None,
+    weights: Tensor | None,
+    parts: int,
+    bits: int,
+    seed: int,
+    additive: bool = False,
 ) -> dict[str, Tensor]:
     """Return what keys are coded by, float32: centre `[H,D]`, turn `[H,D,D]` of keys less that, back `[H,D,D]` of
-    queries, and centroids `[H,S,2^bits,d]` of turned keys.
+    queries, and centroids `[H,S,2^bits,d]` of turned keys, d = D / S, or D of sums.
 
     Args:
         keys: `[H,n,D]` float32, a sample.
@@ -149,11 +156,14 @@ def codes_of(
         parts: S.
         bits: of a name.
         seed: of the first centroids.
+        additive: whether a key is a sum of S centroids, each of all channels.
     """
     centre = keys.mean(1)
     centred = keys - centre[:, None]
-    turn, back = balanced(centred, unit_metric(keys) if queries is None else metric_of(queries), parts)
-    books = product_codebooks(centred @ turn.mT, parts, bits, seed, weights)
+    metric = unit_metric(keys) if queries is None else metric_of(queries)
+    turn, back = balanced(centred, metric, 1 if additive else parts)
+    learn = additive_books if additive else product_codebooks
+    books = learn(centred @ turn.mT, parts, bits, seed, weights)
     return {"centre": centre, "turn": turn, "back": back, "centroids": books}
 
 

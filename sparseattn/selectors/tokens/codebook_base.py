@@ -22,7 +22,7 @@ class Coded(Ranked):
     `scan_bytes`: the codes of every row, and the codebooks once per KV head.
     """
 
-    by_row = ("codes",)
+    by_row: tuple[str, ...] = ("codes",)
 
     def __init__(self, group: str) -> None:
         super().__init__(group)

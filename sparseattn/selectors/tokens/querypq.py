@@ -16,10 +16,12 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, sorted_best, summed
+from sparseattn.kernels import codebooks
+from sparseattn.kernels.additive_codes import dispatch as additive_codes
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
 from sparseattn.kernels.product_codes import dispatch as product_codes
-from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, RankedCodes, Tables
+from sparseattn.kernels.product_codes.codes import MOST, MOST_BESIDE, ProductCodes, RankedCodes, Tables, Turning
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
@@ -30,6 +32,9 @@ from sparseattn.selectors.tokens.product_base import ProductCoded
 from sparseattn.utils.hashing import stream, tensors_hash
 
 METRICS = ("own", "keys")
+MEANS = ("plain", "rope")
+PLACE = 4  # bytes of a row's position
+PART = 1 << 16  # rows whose means are taken off at a time
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
 
@@ -62,9 +67,18 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             Mean, maps and centroids are the file's then, and metric, sample, share, reach, ahead and seed count for
             nothing: coding takes no k-means and no queries. "prompt" (default): they are the prompt's.
         page: choose pages of so many rows by the sum of their rows' weights, a power of two; 1 (default): single rows.
+        additive: a key is a sum of M centroids, one of each codebook, and each is of all channels, so that M may be any
+            number. That finds more at equal bytes, and the codebooks take M times the room and longer to learn. Not
+            with `artefact`.
+        mean: which mean key a code leaves out. "plain" (default): that of keys as they are, one for all positions.
+            "rope": that of keys before RoPE, turned to each key's position, whose product with the query is added again
+            for each row. RoPE hides most of a mean, so codes then find much more. Not with `artefact`, nor as a
+            second stage; as "plain" in a layer whose RoPE is not known.
 
-    An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
-    32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
+    An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits, or with
+    `additive` `D * (M * 2^bits + D)`, and D of 32 bits, which a query reads beside the codes, and a map of keys,
+    `4 D^2` bytes, which it does not. With `mean="rope"` the KV heads share 4 bytes a row, its position, and each has
+    D numbers of 32 bits more.
 
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
@@ -92,6 +106,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         ahead: int = 8192,
         artefact: str = PROMPT,
         page: int = 1,
+        additive: bool = False,
+        mean: str = "plain",
     ) -> None:
         ProductCoded.__init__(self, subspaces, bits, sample, seed, group)
         if page < 1 or page & (page - 1):
@@ -101,21 +117,45 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         check_least(ahead=(ahead, 0))
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
-        if subspaces > MOST:
-            raise ValueError(f"subspaces is {MOST} or less, as sums of their tables have 16 bits, got {subspaces}")
+        most = MOST if mean == "plain" else MOST_BESIDE
+        if subspaces > most:
+            raise ValueError(f"subspaces is {most} or less, as sums of their tables have 16 bits, got {subspaces}")
         if not 0 <= reach <= 1:
             raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
-        self.metric, self.share, self.reach, self.ahead = metric, share, reach, ahead
+        if mean not in MEANS:
+            raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
+        for name, given in (("additive", additive), ("mean=rope", mean == "rope")):
+            if given and artefact != PROMPT:
+                raise ValueError(f"codes with {name} are the prompt's own: leave out artefact={artefact} or {name}")
+        self.metric, self.share, self.reach, self.ahead, self.additive = metric, share, reach, ahead, additive
+        self.mean = mean
         self.queries_share = share if metric == "own" and artefact == PROMPT else 0.0
         self.codes = RowBuffer(3, spare=0)  # [B,H,R,N] uint8, each byte of all rows together, as kernels read them
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
         self.turn = RowBuffer(2)  # [B,H,D,D] float32, of keys
         self.back = RowBuffer(2)  # [B,H,D,D] of 16 bits, of queries
+        if mean == "rope":
+            self.by_row = (*self.by_row, "at")
+            self.at = RowBuffer(1, spare=-1)  # [B,N] int32, positions of rows
+            self.root = RowBuffer(2)  # [B,H,D] float32, the mean key before RoPE
         self.read_from(artefact)
+
+    def subspaces_of(self, size: int) -> int:
+        if self.additive:
+            return self.subspaces or max(size // (self.channels * self.bits), 1)
+        return super().subspaces_of(size)
+
+    def names(self, size: int) -> tuple[int, int]:
+        row, numbers = super().names(size)
+        return row, numbers * self.subspaces_of(size) if self.additive else numbers
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        if self.ahead and self.artefact == PROMPT and (rope := self.layer_context.rope) is not None:
+        if (
+            (self.ahead or self.mean == "rope")
+            and self.artefact == PROMPT
+            and (rope := self.layer_context.rope) is not None
+        ):
             rope.check_size(size)
         subspaces = self.subspaces_of(size)
         if self.artefact != PROMPT:
@@ -131,7 +171,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         given = super().index_arguments()
         if self.artefact == PROMPT:
             rope = self.layer_context.rope
-            moved = (tensors_hash({"inv_freq": rope.inv_freq}), rope.interleaved) if rope and self.ahead else None
+            known = rope is not None and (self.ahead or self.mean == "rope")
+            moved = (tensors_hash({"inv_freq": rope.inv_freq}), rope.interleaved) if rope and known else None
             return given | {"scale": self.layer_context.scale, "rope": moved}
         del given["artefact"]  # whose other layers do not count
         return given | {"parameters": tensors_hash(self.calibration().holds(self.layer))}
@@ -140,17 +181,22 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         check_no_order(order)
         (batch, heads, count, size), kind = rows.keys.shape, half(rows.keys)
         subspaces, square = self.subspaces_of(size), (batch, heads, size, size)
+        channels = size if self.additive else size // subspaces
         wanted = {
             "codes": (torch.uint8, (batch, heads, self.names(size)[0], count)),
             "known": (torch.bool, (batch, 1)),
             "centre": (torch.float32, (batch, heads, size)),
             "turn": (torch.float32, square),
             "back": (kind, square),
-            "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, size // subspaces)),
+            "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, channels)),
         }
+        if self.mean == "rope":
+            wanted |= {"at": (torch.int32, (batch, count)), "root": (torch.float32, (batch, heads, size))}
         check_tensors(state, wanted)
-        check_finite(state, "centre", "turn", "back", "centroids")
+        check_finite(state, "centre", "turn", "back", "centroids", *(["root"] if self.mean == "rope" else []))
         check_equal(state, "known", (rows.positions >= 0).any(1, keepdim=True).cpu())
+        if self.mean == "rope":
+            check_equal(state, "at", rows.positions.int().cpu())
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, kind = rows.keys[0], half(rows.keys)
@@ -178,17 +224,46 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             weights = reached(given, at, sample, places, self.temperature(keys.shape[2])).pow(self.reach)
         queries: Iterable[Tensor] | None = given
         rope, first = self.layer_context.rope, int(rows.positions[0].max()) + 1
+        kept = {}
+        if self.mean == "rope":
+            kept["root"] = self._root(sample, places)
+            sample = sample - self._means(kept["root"], places)
         if self.ahead and rope is not None:
             sample = half_moved_ahead(sample, places, first, self.ahead, rope, stream(self.seed, "keys ahead"))
             if given is not None:
                 moves = moves_ahead(at, first, self.ahead, stream(self.seed, "queries ahead"))
                 queries = (rope.turn(of_head.float(), moves) for of_head in given)
-        return codes_of(sample, queries, weights, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
+        codes = self.subspaces_of(keys.shape[2])
+        return kept | codes_of(sample, queries, weights, codes, self.bits, self.seed, self.additive)
+
+    def _root(self, keys: Tensor, at: Tensor) -> Tensor:
+        """Return the mean `[H,D]` float32 of keys `[H,n,D]` before RoPE, 0 where that is not known."""
+        rope = self.layer_context.rope
+        return torch.zeros_like(keys[:, 0]) if rope is None else rope.turn(keys, -at).mean(1)
+
+    def _means(self, root: Tensor, at: Tensor) -> Tensor:
+        """Return `root` `[...,D]` turned to the positions `at` `[n]`: `[...,n,D]`; 0 where RoPE is not known."""
+        rope, means = self.layer_context.rope, root[..., None, :].expand(*root.shape[:-1], at.shape[-1], -1)
+        return means if rope is None else rope.turn(means, at)
 
     def append(self, rows: Rows) -> None:
         self._ranked = None  # storage may be replaced
         self.learn(rows)
-        self.extend(rows.keys)
+        if self.mean == "plain":
+            self.extend(rows.keys)
+            return
+        self.at.append(rows.positions.int())
+        parts = []
+        for keys, at in zip(rows.keys.split(PART, 2), rows.positions.split(PART, 1), strict=True):
+            parts.append(keys.float() - self._means(self.root.data, at.clamp(min=0)[:, None]))
+        self.extend(torch.cat(parts, 2))
+
+    def beside(self) -> Turning | None:
+        """Return what rows have beside their codes: the mean key before RoPE, where it is known and left out."""
+        rope = self.layer_context.rope
+        if self.mean == "plain" or rope is None:
+            return None
+        return Turning(rope, self.root.visible, self.at.visible)
 
     # -- as the second of two stages -----------------------------------------------------------------------------------
 
@@ -225,7 +300,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def encode(self, keys: Tensor) -> Tensor:
         turn = self.turn.data
         moved = -(turn @ self.centre.data[..., None])[..., 0]  # [B,H,D]: what the mean key is turned into
-        return self.packed(keys, (turn, moved)).mT
+        if not self.additive:
+            return self.packed(keys, (turn, moved)).mT
+        named = additive_codes.names(keys, self.centroids.data, (turn, moved)).mT
+        return codebooks.paired(named) if self.bits == 4 else named
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
@@ -235,28 +313,38 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def factors(self, query: Tensor, temperature: float) -> Tables:
         """Return what `tables` of queries `[B,H,G,D]` are made of, the mean key's part left out."""
-        return Tables(query, self.back.visible, self.centroids.visible, temperature)
+        return Tables(query, self.back.visible, self.centroids.visible, temperature, self.beside())
 
     def stored(self, valid: Tensor) -> ProductCodes:
         """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
         return ProductCodes(self.codes.visible, self.bits, valid)
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
-        return product_codes.logits(self.scaled_tables(query), self.stored(valid))
+        found: Tensor = product_codes.logits(self.scaled_tables(query), self.stored(valid))
+        beside = self.beside()
+        if beside is None:
+            return found
+        scaled, at = query.float() / self.temperature(query.shape[3]), beside.at
+        if self.fixed_for_cache or at.device.type != "cpu":
+            return found + beside.products(scaled)
+        below = beside.rope.products_below(scaled, beside.key, int(at.max()) + 1 if at.numel() else 0)
+        return found + below.gather(3, at.clamp(min=0).long()[:, None, None].expand_as(found))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        if self.group != "softmax" or self.page > 1:
+        if not self._at_once:
             return super().select(query, step, budget)
         tables = self.factors(query, self.temperature(query.shape[3]))
         return Selection(*product_codes.best(tables, self.stored(step.valid), budget), 1, whole=True)
 
     def chosen_by(self, valid: Tensor, size: int) -> RankedCodes | None:
         own = all(getattr(type(self), name) is getattr(QueryPQ, name) for name in ("select", "factors", "stored"))
-        if self.page > 1 or self.group != "softmax" or self.fixed_for_cache or not own:
+        if not self._at_once or self.fixed_for_cache or not own:
             return None
         if self._ranked is None or self._ranked.valid is not valid:
             temperature = self.temperature(size)
-            self._ranked = RankedCodes(self.back.visible, self.centroids.visible, temperature, self.stored(valid))
+            self._ranked = RankedCodes(
+                self.back.visible, self.centroids.visible, temperature, self.stored(valid), self.beside()
+            )
         return self._ranked
 
     def _forget_views(self) -> None:
@@ -264,9 +352,14 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         self._ranked = None
 
     @property
+    def _at_once(self) -> bool:
+        """Whether rows are chosen in one kernel."""
+        return self.group == "softmax" and self.page == 1
+
+    @property
     def _compiled(self) -> bool:
         """Whether rows are chosen in one kernel, of codes that are looked up in registers."""
-        return self.bits == 4 and self.group == "softmax" and self.page == 1
+        return self.bits == 4 and self._at_once
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         scan = super().scan(query, sealed, budget)
@@ -279,11 +372,14 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         return replace(scan, launches=(scoring, Launch("operator", count=OPERATORS_BESIDE)))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
-        return self.names(query.shape[3])[0], self._once(query.shape[3])
+        row = self.names(query.shape[3])[0]
+        if self.mean == "rope":
+            row += -(-PLACE // query.shape[1])  # which the KV heads share
+        return row, self._once(query.shape[3])
 
     def _once(self, size: int) -> int:
-        """Return the bytes of centroids, the map of queries and the mean of a KV head."""
-        return 2 * self.names(size)[1] + 2 * size * size + 4 * size
+        """Return the bytes of centroids, the map of queries and the means of a KV head."""
+        return 2 * self.names(size)[1] + 2 * size * size + 4 * size * (2 if self.mean == "rope" else 1)
 
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         launch, size = super().scoring(query, sealed), query.shape[3]

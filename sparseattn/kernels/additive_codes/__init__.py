@@ -1,0 +1,1 @@
+"""Names of the centroids whose sum is nearest to a key, one of each codebook."""
