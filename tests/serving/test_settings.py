@@ -12,7 +12,9 @@ import pytest
 from sparseattn import Quest
 from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.selectors.abilities import Evicts
+from sparseattn.selectors.tokens.querypq import QueryPQ
 from sparseattn.serving.vllm import counters, engine_checks, installed
+from sparseattn.serving.vllm.block_codes import BlockCodes
 from sparseattn.serving.vllm.counters import stats
 from sparseattn.serving.vllm.mismatch import Mismatch
 from sparseattn.serving.vllm.settings import VARIABLE, Settings, configured, parse
@@ -254,3 +256,11 @@ def test_counts_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pytes
     assert Activity.from_dict(stats().to_dict()) == stats()
     monkeypatch.setenv(counters.FOLDER, str(tmp_path / "ended"))
     assert stats() == Activity()
+
+
+def test_codes_of_a_file_choose_single_rows_alone() -> None:
+    for page, wanted in ((1, None), (16, "codes choose single rows there: leave out page")):
+        method = QueryPQ(page=page)
+        method.artefact = "codes.safetensors"  # which is read when a layer asks
+        why = BlockCodes(method).why_not_shared()
+        assert why is None if wanted is None else wanted in str(why)

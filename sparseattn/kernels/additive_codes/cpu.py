@@ -55,7 +55,7 @@ def _add_up(typing, alone, first, start, grams, names, mine, codes, entries, eve
 
 @intrinsic
 def _lowest(typing, bits):
-    """The place of the lowest bit that is set; one is."""
+    """Return the place of the lowest bit that is set; one is."""
 
     def code(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))

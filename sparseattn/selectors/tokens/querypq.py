@@ -368,7 +368,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         batch, heads, members, size = query.shape
         looked_up = members * self.subspaces_of(size) * sealed
         work, tables = summed(batch * heads, looked_up, scan.rows), super().scoring(query, sealed).flops
-        scoring = Launch("sums", batch * heads * scan.read, tables + 2.0 * query.numel() * size, work)
+        flops = tables + 2.0 * query.numel() * size + self._turning(query, sealed)
+        scoring = Launch("sums", batch * heads * scan.read, flops, work)
         return replace(scan, launches=(scoring, Launch("operator", count=OPERATORS_BESIDE)))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
@@ -383,4 +384,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         launch, size = super().scoring(query, sealed), query.shape[3]
-        return Launch("names", flops=launch.flops + 2.0 * query.numel() * size, entries=launch.entries)
+        flops = launch.flops + 2.0 * query.numel() * size + self._turning(query, sealed)
+        return Launch("names", flops=flops, entries=launch.entries)
+
+    def _turning(self, query: Tensor, sealed: int) -> float:
+        """Return the flops of products with the mean key before RoPE at so many positions."""
+        return 2.0 * query.numel() * sealed if self.mean == "rope" else 0.0

@@ -57,6 +57,8 @@ class BlockCodes(PageSelector):
                 "its codes are made for one prompt, and blocks are shared by many: train a file (sparseattn train "
                 "--method querypq) and serve querypq:artefact=FILE"
             )
+        if self.page > 1:
+            return "codes choose single rows there: leave out page, or serve lowbit:bits=1,page=16 for pages"
         return None
 
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
