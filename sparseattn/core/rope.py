@@ -126,6 +126,12 @@ class Rope:
         within = torch.cat(self.cos_sin(torch.arange(min(BLOCK, max(count, 1)), device=query.device)), -1)  # [256,R]
         return (turned @ within.mT).flatten(-2)[..., :count] + rest
 
+    def bounds(self, query: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest that `products_at` can be at any position, `[B,H,G]` float32 each."""
+        across, along, rest = self._met(query, x)
+        reach = torch.hypot(across, along).sum(-1)
+        return rest[..., 0] - reach, rest[..., 0] + reach
+
     def _met(self, query: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the cosine and the sine of each pair's angle count for in `products_at`, `[B,H,G,R/2]` each, and
         what does not turn `[B,H,G,1]`."""

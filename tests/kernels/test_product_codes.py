@@ -91,7 +91,7 @@ def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_referen
 def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[int, ...] = (1, 20, 100, 2500)) -> None:
     """Rows of equal votes may be others, and a table's number may be rounded the other way by an error of float32."""
     more = tables.more()
-    names, step, _ = rounded(tables.numbers(), more)
+    names, step, _ = rounded(tables.numbers(), tables.bounds())
     sums = step[:, :, None, None] * reference.sums(names.float(), keys)
     sums = sums if more is None else sums + more
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))

@@ -54,6 +54,10 @@ class Turning:
         at = self.at.clamp(min=0).long()
         return self.rope.products_at(query, self.key, at)
 
+    def bounds(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest that `products` can be at any position, `[B,H,G]` float32 each."""
+        return self.rope.bounds(query, self.key)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
@@ -81,6 +85,10 @@ class Tables:
         """Return what is added for each row, `[B,H,G,N]` float32; None: nothing."""
         return None if self.beside is None else self.beside.products(self.query.float() / self.temperature)
 
+    def bounds(self) -> tuple[Tensor, Tensor] | None:
+        """Return the least and the largest that `more` can be, `[B,H,G]` each; None: nothing is added."""
+        return None if self.beside is None else self.beside.bounds(self.query.float() / self.temperature)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedCodes:
@@ -107,7 +115,7 @@ class RankedCodes:
         return self.keys.valid
 
 
-def rounded(tables: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rounded(tables: Tensor, bounds: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return tables rounded to 8 bits, with one step for all query heads of a KV head, so that these compare.
 
     Each subspace's least number is taken from its numbers, so a logit is `least + step * sum` of the rounded ones,
@@ -115,15 +123,16 @@ def rounded(tables: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor,
 
     Args:
         tables: `[B,H,G,M,K]` float32.
-        more: `[B,H,G,N]` float32, what is added for each row: steps are so long that it fits sums of 16 bits.
+        bounds: least and largest `[B,H,G]` float32 of what is added for a row: steps are so long that it fits sums of
+            16 bits.
 
     Returns:
         `[B,H,G,M,K]` uint8, the step `[B,H]` float32, and the sum of the least numbers `[B,H,G]` float32.
     """
     least, most = tables.aminmax(dim=4, keepdim=True)
     step = (most - least).amax((2, 3, 4)) / LEVELS  # [B,H]
-    if more is not None:
-        low, high = more.aminmax(dim=3)
+    if bounds is not None:
+        low, high = bounds
         step = torch.maximum(step, (high - low).amax(2) / room_beside(tables.shape[3]))
     scale = torch.where(step > 0, step, 1)[:, :, None, None, None]
     return ((tables - least) / scale).round_().clamp_(max=LEVELS).to(torch.uint8), step, least.sum((3, 4))

@@ -19,13 +19,22 @@ from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import KINDS, LOG2E, array_at, read, storage_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, scratch, use_threads
-from sparseattn.kernels.product_codes.codes import BLOCK, MORE, MOST, ProductCodes, RankedCodes, Tables, blocks_apart
+from sparseattn.kernels.product_codes.codes import (
+    BLOCK,
+    MORE,
+    MOST,
+    ProductCodes,
+    RankedCodes,
+    Tables,
+    blocks_apart,
+    room_beside,
+)
 from sparseattn.kernels.product_codes.cpu_choice import choose_rows, pack, room, words_needed
 from sparseattn.kernels.product_codes.cpu_lists import TILE
 from sparseattn.kernels.product_codes.cpu_tables import make_tables, round_tables
-from sparseattn.kernels.product_codes.cpu_turning import add_turning, round_added, turning_numbers, turning_room
+from sparseattn.kernels.product_codes.cpu_turning import meet_queries, round_turned, turning_numbers, turning_room
 
-_room = njit(room)
+_room, _room_beside = njit(room), njit(room_beside)
 CANDIDATE = 80  # multiplications that take as long as listing a candidate, its vote and its place among the best
 
 
@@ -47,7 +56,7 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
     lists, heads, total, apart, more, wanted, most, share, subspaces, entries, size = numbers[:11]
     codes_at, codes_b, codes_h, step, count, bits, valid_at, valid_b = numbers[11:19]
     turn_at, centroids_at, arena_size, workers, wide = numbers[19:24]
-    turning, behind = numbers[24:36], numbers[36]
+    turning, behind = numbers[24:40], numbers[40]
     kind, turn_kind, centroid_kind = kinds
     sampled = (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
     queries = array_at(kind, query_at, lists * share * wide)
@@ -59,6 +68,7 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
         scaled, turned = np.empty(share * wide, np.float32), np.empty(share * wide, np.float32)
         tables = np.empty((share, subspaces, entries), np.float32)
         names, tail = np.empty((share, count * 8 // bits, entries), np.uint8), np.zeros((count + 1) * TILE, np.uint8)
+        met = np.empty(2 * share * (turning[14] + turning[15] + 1), np.float32)
         words = np.empty(words_needed(share, count * 8 // bits << bits, bits), np.uint64)
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             for i in range(share * wide):
@@ -68,10 +78,10 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
             arena = arenas_at + worker * arena_size
             shortest, added, across = np.float32(0), 0, 0
             if turning[0]:
-                shortest = add_turning(turning, which, scaled, share, subspaces, arena + behind)
+                shortest = meet_queries(turning, which, scaled, share, met) / np.float32(_room_beside(subspaces))
             grain = round_tables(tables, names, shortest)
             if turning[0]:
-                added, across = round_added(turning, which, share, grain, arena + behind)
+                added, across = round_turned(turning, which, share, met, grain, arena + behind)
             unit = grain * LOG2E
             pack(names.reshape(share, -1), share, words)
             b, h = which // heads, which % heads

@@ -247,7 +247,7 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
     """Name the best rows of one KV head in `out` `[S]` int32, and return how many; -1 where `arena` has no room.
 
     stored: address of the codes, bytes from one of a row to the next, how many, bits, and address of what says which
-    rows are valid; tables: address of `[G,M,K]` uint8, G, address of what `pack` makes of them, and what `round_added`
+    rows are valid; tables: address of `[G,M,K]` uint8, G, address of what `pack` makes of them, and what `round_turned`
     returned, the address 0 where nothing is added to sums; tail: address of
     the codes of the rows behind whole tiles `[count,128]`, and behind these which are valid; unit: a step of a sum in
     units of log 2; arena: address of what `room` says.

@@ -33,12 +33,12 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
-    more = tables.more()
-    names, step, _ = rounded(tables.numbers(), more)
+    more, bounds = tables.more(), tables.bounds()
+    names, step, _ = rounded(tables.numbers(), bounds)
     whole = sums(names.float(), keys)
-    if more is not None:
+    if more is not None and bounds is not None:
         unit = torch.where(step > 0, step, 1)[:, :, None, None]
-        whole += ((more - more.amin(3, keepdim=True)) / unit).round_()
+        whole += ((more - bounds[0][..., None]) / unit).round_()
     distance = nearest(whole, step, keys.valid)
     last = distance.topk(min(MORE * count, distance.shape[2]), 2).values.amin(2, keepdim=True)
     candidate = (distance >= last) & (distance > -torch.inf)
