@@ -39,8 +39,8 @@ GROUPS = {
     },
     "Prepare": {
         "capture": "Run a model on texts and write its queries, keys and values as traces.",
-        "train": "Train SAAP's centroids and query classifiers, or querypq's codebooks, on traces.",
-        "calibrate": "Calibrate Loki, Double Sparsity or Kascade on traces, or fit a selector's estimates.",
+        "train": "Make from traces the file that a method learns or is calibrated by.",
+        "calibrate": "Another name of train, for calibrations: Loki, Double Sparsity, Kascade and others.",
         "models": "List, fetch and remove the models known by name.",
         "info": "Show what runs here and all names (methods, traces, texts), or describe files.",
     },

@@ -1,5 +1,5 @@
 """`sparseattn calibrate`: what Loki, Double Sparsity, Kascade, DuoAttention and budgets by mass take from traces, as
-files."""
+files. `sparseattn train` runs this for the same methods."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHOWN = 8  # numbers of anchors that a report names
 
 
 def run(options: CalibrateOptions) -> None:
-    """Run `sparseattn calibrate`."""
+    """Run `sparseattn calibrate`, or `train` with one of its methods."""
     place, ranks = usable_device(options.device), of_job()
     if ranks and (options.method in (KASCADE, DUO) or options.selector is not None):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""The options of `sparseattn calibrate`, and what its help says; see `cli.command`."""
+"""The options of `sparseattn calibrate`, and what its help says; see `cli.command`.
+
+`sparseattn train` takes the same methods with the same options: it makes these of its own, which checks them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,29 @@ MASS = "mass"
 METHODS = (*CHANNELS, KASCADE, DUO, MASS)
 ZONES = ("sink", "window", "last")  # options of `MASS`, and all but the last of `DUO`
 
+BeforeRope = Annotated[
+    bool,
+    typer.Option("--before-rope", help="With loki: find the directions of keys before RoPE, for loki:before=True."),
+]
+Fitted = Annotated[
+    str | None,
+    typer.Option(
+        "--selector",
+        help=f"With {MASS}: the selector whose estimates are fitted, such as quest:page=32.",
+        autocompletion=completion.selectors(),
+    ),
+]
+Window = Annotated[
+    int, typer.Option(help=f"With {MASS} or {DUO}: number of most recent tokens that every query reads.")
+]
+Last = Annotated[int, typer.Option(help=f"With {MASS}: number of tokens to decode, at the end of each trace.")]
+
 
 @dataclass(frozen=True)
 class CalibrateOptions:
     """Calibrate Loki, Double Sparsity, Kascade or DuoAttention on traces. `loki:artefact=FILE` uses the result.
+
+    This is another name of `sparseattn train` for these methods: both take the same options and write the same file.
 
     With --method mass, fit a selector's estimates of attention, which budgets such as mass:0.95 rely on.
     `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses the result.
@@ -37,27 +59,16 @@ class CalibrateOptions:
     ]
     out: Annotated[Path, typer.Option(help="File to write, NAME.safetensors.")]
     layers: shared.Layers = None
-    before_rope: Annotated[
-        bool,
-        typer.Option("--before-rope", help="With loki: find the directions of keys before RoPE, for loki:before=True."),
-    ] = False
+    before_rope: BeforeRope = False
     queries: Annotated[
         int | None,
         typer.Option(help="With kascade or duo: number of queries of each prompt to look at. Default: 64."),
     ] = None
     device: shared.Device = None
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help=f"With {MASS}: the selector whose estimates are fitted, such as quest:page=32.",
-            autocompletion=completion.selectors(),
-        ),
-    ] = None
+    selector: Fitted = None
     sink: Annotated[int, typer.Option(help=f"With {MASS} or {DUO}: number of first tokens that every query reads.")] = 4
-    window: Annotated[
-        int, typer.Option(help=f"With {MASS} or {DUO}: number of most recent tokens that every query reads.")
-    ] = 64
-    last: Annotated[int, typer.Option(help=f"With {MASS}: number of tokens to decode, at the end of each trace.")] = 32
+    window: Window = 64
+    last: Last = 32
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`sparseattn train`: what methods learn from traces of many prompts, as an artefact file."""
+"""`sparseattn train`: what methods learn from traces of prompts, as an artefact file; `calibrate` calibrates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import typer
 
-from sparseattn.cli import values
+from sparseattn.cli import calibrate, values
 from sparseattn.cli.progress import progress_bar, progress_of
 from sparseattn.cli.results import check_tensor_file
 from sparseattn.cli.train_options import A2ATS, INDEXES, LOCRET, QUERYPQ, SAAP, TrainOptions
@@ -30,6 +30,9 @@ MADE = ("shares", "filters")  # fields of a recipe that are made of several opti
 
 def run(options: TrainOptions) -> None:
     """Run `sparseattn train`."""
+    if (calibration := options.calibration) is not None:
+        calibrate.run(calibration)
+        return
     if options.method != SAAP and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"--method {options.method} takes one process, got {os.environ['WORLD_SIZE']} of torchrun")
     out = options.out

@@ -10,6 +10,8 @@ import typer
 
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
+from sparseattn.cli.calibrate_options import DUO, KASCADE, MASS, BeforeRope, CalibrateOptions, Fitted, Last, Window
+from sparseattn.cli.calibrate_options import METHODS as CALIBRATED
 
 if TYPE_CHECKING:
     from sparseattn.training import CodesRecipe, Filters, IndexRecipe, Recipe, RetainingRecipe, WindowRecipe
@@ -17,11 +19,14 @@ if TYPE_CHECKING:
 MADE = ("shares", "filters")  # fields of a recipe that are made of several options
 SAAP, QUERYPQ, A2ATS, LOCRET = "saap", "querypq", "a2ats", "locret"
 INDEXES = HATA, HASHATTENTION, INDEXER, SEER = "hata", "hashattention", "indexer", "seer"
-METHODS = (SAAP, QUERYPQ, A2ATS, *INDEXES, LOCRET)
-ALL = ("method", "traces", "out", "layers", "seed", "device", "json")  # options of every method
+TRAINED = (SAAP, QUERYPQ, A2ATS, *INDEXES, LOCRET)
+METHODS = (*TRAINED, *CALIBRATED)
+ALL = ("method", "traces", "out", "layers", "device", "json")  # options of every method
 OWNERS = {  # of other options; those that are not here are of `SAAP`
+    "seed": TRAINED,
     "sample": (SAAP, QUERYPQ, A2ATS),
-    "queries": (SAAP, QUERYPQ, A2ATS),
+    "queries": (SAAP, QUERYPQ, A2ATS, KASCADE, DUO),
+    "sink": (SAAP, DUO, MASS),
     "steps": (SAAP, *INDEXES, LOCRET),
     "rate": (SAAP, *INDEXES, LOCRET),
     "hidden": (SAAP, LOCRET),
@@ -30,26 +35,47 @@ OWNERS = {  # of other options; those that are not here are of `SAAP`
     **dict.fromkeys(("subspaces", "reach", "ahead", "distil"), (QUERYPQ,)),
     "width": INDEXES,
     "objective": (HATA,),
+    "before_rope": ("loki",),
+    "window": (DUO, MASS),
+    **dict.fromkeys(("selector", "last"), (MASS,)),
+}
+GROUPS = {  # of options, in help
+    "What to make": ("method", "out", "layers", "device", "seed", "json"),
+    "Options of several methods": ("sample", "queries", "steps", "rate", "hidden", "sink"),
+    f"Only {SAAP}": (
+        *("held_out", "clusters", "iterations", "batch", "keys", "decay", "gap", "near"),
+        *("shares", "validate", "patience", "dtype", "residual", "save_every"),
+    ),
+    f"Ablations of {SAAP}": ("roped", "short_range", "per_query_head", "two_sided", "symmetric", "reverse"),
+    "Codebooks, learned indexes and retaining heads": (
+        *("subspaces", "bits", "reach", "ahead", "distil", "width", "objective", "answer"),
+    ),
+    "Calibrations": ("before_rope", "selector", "window", "last"),
 }
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train what a method learns from traces of prompts. The same command resumes a stopped run.
+    """Train what a method learns from traces of prompts, or calibrate it. The same command resumes stopped training.
 
-    `saap:artefact=FILE`, `querypq:artefact=FILE` and so on use the result. For saap, `torchrun --nproc-per-node N -m
+    `saap:artefact=FILE`, `loki:artefact=FILE` and so on use the result. For saap, `torchrun --nproc-per-node N -m
     sparseattn train ...` splits the KV heads over N processes.
+
+    loki, doublesparsity, kascade, duo and mass are calibrated, not trained. For them `sparseattn calibrate` is
+    another name of this command. Its help says what uses their files.
     """
 
     traces: Annotated[list[Path], typer.Argument(help="Trace files of many prompts of one model, or folders of them.")]
-    out: Annotated[Path, typer.Option(help="Trained file to write, NAME.safetensors.")]
+    out: Annotated[Path, typer.Option(help="File to write, NAME.safetensors.")]
     method: Annotated[
         str,
         typer.Option(
             help=f"What to train. {SAAP}: buckets and query classifiers; {QUERYPQ}: metric, rotation and codebooks; "
             f"{A2ATS}: metric and one codebook of keys before RoPE; {HATA}: directions of hash codes; "
             f"{HASHATTENTION}: networks of hash codes; {INDEXER}: maps to few dimensions; {SEER}: a gate of blocks; "
-            f"{LOCRET}: retaining heads.",
+            f"{LOCRET}: retaining heads. Or what to calibrate. loki: directions of keys; doublesparsity: "
+            f"channels; {KASCADE}: which layers choose alike; {DUO}: which heads need far tokens; {MASS}: a selector's "
+            "estimates.",
             autocompletion=completion.one_of(METHODS),
         ),
     ] = SAAP
@@ -93,7 +119,8 @@ class TrainOptions:
         int | None,
         typer.Option(
             help=f"Number of distinct queries, over all prompts: those that a classifier sees (default: 65536), or for "
-            f"{QUERYPQ} and {A2ATS} those of each query head that make the metric (default: 8192)."
+            f"{QUERYPQ} and {A2ATS} those of each query head that make the metric (default: 8192). For {KASCADE} and "
+            f"{DUO} those of each prompt to look at (default: 64)."
         ),
     ] = None
     keys: Annotated[
@@ -115,7 +142,13 @@ class TrainOptions:
         int | None,
         typer.Option(help="Leave out queries whose best key is less than NEAR tokens before them. Default: 1024."),
     ] = None
-    sink: Annotated[int, typer.Option(help="Number of first tokens of a prompt that are left out.")] = 1
+    sink: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Number of first tokens of a prompt: for {SAAP} those that are left out (default: 1), for {MASS} and "
+            f"{DUO} those that every query reads (default: 4)."
+        ),
+    ] = None
     shares: Annotated[str, typer.Option(help="Budgets for validation, as shares of the context, with commas.")] = (
         "0.01,0.05"
     )
@@ -181,12 +214,18 @@ class TrainOptions:
         ),
     ] = "attention"
     save_every: Annotated[int, typer.Option(help="Number of steps between saved states to resume from.")] = 100
+    before_rope: BeforeRope = False
+    selector: Fitted = None
+    window: Window = CalibrateOptions.window
+    last: Last = CalibrateOptions.last
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
         values.check_one_of("--method", self.method, METHODS)
+        calibration = self.calibration  # which says itself which of its options do not go with the method
+        known = () if calibration is None else [field.name for field in fields(calibration)]
         for field in fields(self):
-            owners = METHODS if field.name in ALL else OWNERS.get(field.name, (SAAP,))
+            owners = METHODS if field.name in (*ALL, *known) else OWNERS.get(field.name, (SAAP,))
             if self.method not in owners and getattr(self, field.name) != field.default:
                 needed = " or ".join(owners)
                 raise ValueError(f"{shared.spelled([field.name])} needs --method {needed}, got --method {self.method}")
@@ -196,6 +235,13 @@ class TrainOptions:
             raise ValueError("--short-range means --gap 0 --near 0: leave out it or these")
 
     @property
+    def calibration(self) -> CalibrateOptions | None:
+        """The same as `sparseattn calibrate` takes it; None: the method is trained."""
+        if self.method not in CALIBRATED:
+            return None
+        return CalibrateOptions(**self._given(*(field.name for field in fields(CalibrateOptions))))
+
+    @property
     def filters(self) -> Filters:
         """Which pairs and queries training looks at."""
         from sparseattn.training import Filters
@@ -203,7 +249,7 @@ class TrainOptions:
         default = Filters(0, 0) if self.short_range else Filters()
         gap = default.gap if self.gap is None else self.gap
         nearest = default.near if self.near is None else self.near
-        return Filters(gap, nearest, self.sink, self.two_sided)
+        return Filters(gap, nearest, default.sink if self.sink is None else self.sink, self.two_sided)
 
     @property
     def recipe(self) -> Recipe:

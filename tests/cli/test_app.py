@@ -113,7 +113,7 @@ def test_help_is_in_groups_and_names_no_methods() -> None:
         assert len(words & set(SELECTORS)) < len(SELECTORS) / 3, name
 
 
-@pytest.mark.parametrize("name", ["bench", "eval", "recommend", "serve"])
+@pytest.mark.parametrize("name", ["bench", "eval", "recommend", "serve", "train"])
 def test_each_option_of_a_long_help_is_in_one_group(name: str) -> None:
     groups = importlib.import_module(f"sparseattn.cli.{name}_options").GROUPS
     options = [one.name for one in load(name).params if one.param_type_name == "option" and one.name != "help"]

@@ -250,7 +250,9 @@ def test_the_command_writes_what_the_selector_reads(traces: list[Path], tmp_path
     assert "de-roped" in shown.stdout
     with pytest.raises(ValueError, match="is of keys before RoPE, and loki takes them after it"):
         make_selector(f"loki:artefact={file}")
-    with pytest.raises(ValueError, match="is a calibration for loki, and doublesparsity needs one for doublesparsity"):
+    with pytest.raises(
+        ValueError, match="doublesparsity needs one for doublesparsity: sparseattn train --method doublesparsity"
+    ):
         make_selector(f"doublesparsity:artefact={file}")
     with pytest.raises(CalibrationError, match=r"holds layers 0, 1, layer 5 is asked for"):
         Loki(artefact=str(file), before=True).for_layer(5)
@@ -264,7 +266,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], tmp_path
         filled(Loki(artefact=str(file)), keys)
     with pytest.raises(CalibrationError, match=r"was made with a RoPE of 14 dimensions .* here applies no RoPE"):
         filled(Loki(artefact=str(file)), keys[:, :2])
-    with pytest.raises(CalibrationError, match=r"nowhere is no calibration file \(`sparseattn calibrate`, or `train`"):
+    with pytest.raises(CalibrationError, match=r"nowhere is no calibration file \(`sparseattn train --method METHOD`"):
         Loki(artefact="nowhere")
     with pytest.raises(CalibrationError, match="but not a calibration"):
         Loki(artefact=str(traces[0]))

@@ -219,7 +219,7 @@ def test_what_it_refuses(trace: Trace, file: Path) -> None:
             Kascade(anchors=wrong)
     with pytest.raises(ValueError, match=r"Heaviest.* drops rows in each layer apart"):
         Kascade(anchors=[0], inner=Heaviest())
-    with pytest.raises(ValueError, match="calibrate TRACES --method kascade"):
+    with pytest.raises(ValueError, match="`sparseattn train TRACES --method kascade"):
         evaluate(trace, "kascade", 32, last=2)
     for layers in ([4], [4, 1]):
         with pytest.raises(ValueError, match="reads in layer 4 what layer 1 chose, so that layer is measured too"):

@@ -24,7 +24,7 @@ class Fitted(EstimatesMass, Wrapper):
 
     Args:
         inner: a selector that estimates, or its name.
-        artefact: a file of `sparseattn calibrate --method mass --selector INNER`, fitted on traces of this model.
+        artefact: a file of `sparseattn train --method mass --selector INNER`, fitted on traces of this model.
 
     Raises:
         ValueError: an inner selector that does not estimate; a file that is not there or was fitted to another one; in
@@ -39,7 +39,7 @@ class Fitted(EstimatesMass, Wrapper):
         self._held: Estimates = shared(artefact)
         if self._held.selector != repr(self.inner):
             raise EstimatesError(
-                f"{artefact} was fitted to {self._held.selector}, and this is {self.inner!r}: sparseattn calibrate "
+                f"{artefact} was fitted to {self._held.selector}, and this is {self.inner!r}: sparseattn train "
                 f"--method mass --selector ..."
             )
         self._estimator.fit = self._held.layers.get(self.layer)

@@ -29,7 +29,7 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
     """In an anchor layer another method chooses; each other layer reads what the nearest anchor before it chose.
 
     Args:
-        artefact: a file of `sparseattn calibrate --method kascade`, which says which KV head of the anchor a KV head
+        artefact: a file of `sparseattn train --method kascade`, which says which KV head of the anchor a KV head
             reads, and which layers are anchors where `anchors` is a number; "none": a KV head reads what the KV head of
             its own number chose.
         anchors: how many layers choose, by the file, or which, a list of numbers. Layers before the first anchor choose
@@ -88,7 +88,7 @@ class Kascade(ComparesHeads, FollowsLayers, Wrapper):
             return self.anchors
         if (similarity := self.similarity()) is None:
             raise ValueError(
-                f"which {self.anchors} layers are anchors, a file says: `sparseattn calibrate TRACES --method kascade "
+                f"which {self.anchors} layers are anchors, a file says: `sparseattn train TRACES --method kascade "
                 f"--out FILE`, then kascade:artefact=FILE,anchors={self.anchors}; or name them, as in anchors=[0,2,8]"
             )
         return similarity.anchors(self.anchors)

@@ -40,7 +40,7 @@ class Seer(FromCalibration):
         ValueError: a layer whose RoPE is not known, or a file of other blocks.
     """
 
-    method, command = "seer", "train"
+    method = "seer"
     without_rope = "take a method that scores keys as they are, such as mean"
     by_row = ("gates",)
     operators = 16

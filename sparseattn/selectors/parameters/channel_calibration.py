@@ -48,7 +48,7 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 
 FORMAT = "sparseattn-calibration"
 VERSION = "1"
-MAKE = "`sparseattn calibrate`, or `train` for what is learned, makes one"
+MAKE = "`sparseattn train --method METHOD` makes one"
 WHAT = f"a calibration ({MAKE})"
 CHUNK = 8192  # rows summed at a time
 

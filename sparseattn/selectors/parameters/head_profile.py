@@ -30,7 +30,7 @@ from sparseattn.utils.json_text import JsonError, parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
 
 FORMAT, VERSION = "sparseattn-heads", "1"
-WHAT = "a profile of heads (`sparseattn calibrate --method duo` makes one)"
+WHAT = "a profile of heads (`sparseattn train --method duo` makes one)"
 WEIGHT = 0.05  # of the gates in DuoAttention's objective
 
 

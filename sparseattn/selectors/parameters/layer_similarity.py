@@ -32,7 +32,7 @@ from sparseattn.utils.json_text import JsonError, parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
 
 FORMAT, VERSION = "sparseattn-similarity", "1"
-WHAT = "a similarity of layers (`sparseattn calibrate --method kascade` makes one)"
+WHAT = "a similarity of layers (`sparseattn train --method kascade` makes one)"
 
 
 class SimilarityError(ValueError):
@@ -167,7 +167,7 @@ def shared(path: str | os.PathLike[str]) -> Similarity:
     """`Similarity.load`, read once for all selectors of the process until the file changes."""
     place = Path(path)
     if not place.is_file():
-        raise SimilarityError(f"{path} is no similarity file (`sparseattn calibrate --method kascade` makes one)")
+        raise SimilarityError(f"{path} is no similarity file (`sparseattn train --method kascade` makes one)")
     return _loaded(place.resolve(), place.stat().st_mtime_ns)
 
 

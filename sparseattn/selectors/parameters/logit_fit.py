@@ -35,7 +35,7 @@ from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_te
 
 FORMAT = "sparseattn-estimates"
 VERSION = "2"
-WHAT = "a file of fitted estimates (`sparseattn calibrate --method mass` makes one)"
+WHAT = "a file of fitted estimates (`sparseattn train --method mass` makes one)"
 
 
 class EstimatesError(ValueError):

@@ -58,7 +58,7 @@ class A2ATS(LearnsFromQueries, FromCalibration, Coded):
         ValueError: a layer whose RoPE is not known.
     """
 
-    method, command = "a2ats", "train"
+    method = "a2ats"
     without_rope = "take a method that codes keys as they are, such as querypq"
     learns_once = True
     operators = 40

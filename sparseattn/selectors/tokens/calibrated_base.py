@@ -29,14 +29,13 @@ class FromCalibration(Ranked):
     """
 
     method: str  # in a calibration
-    command = "calibrate"  # that makes one
     without_rope = "take keys as they are, before=False"  # what to do where a layer's RoPE is not known
     late: tuple[str, ...] = ("_held", "_turns")
     artefact: str
     roped: bool
 
     def read_from(self, artefact: str, roped: bool = True) -> None:
-        """Take parameters from a file of `sparseattn calibrate` or `train`, or from "prompt".
+        """Take parameters from a file of `sparseattn train`, or from "prompt".
 
         Args:
             roped: whether they are of keys after RoPE, not before it.
@@ -54,7 +53,7 @@ class FromCalibration(Ranked):
             if calibration.method != self.method:
                 raise CalibrationError(
                     f"{self.artefact} is a calibration for {calibration.method}, and {identity(type(self))} needs one "
-                    f"for {self.method}: sparseattn {self.command} --method {self.method}"
+                    f"for {self.method}: sparseattn train --method {self.method}"
                 )
             if calibration.roped != self.roped:
                 kept, wanted = ("after", "before") if calibration.roped else ("before", "after")
@@ -116,7 +115,7 @@ class Calibrated(FromCalibration):
     """Keeps something short of every key, by parameters that a calibration gives.
 
     Args:
-        artefact: a file of `sparseattn calibrate`; "prompt" (default): the parameters are taken from the first rows
+        artefact: a file of `sparseattn train`; "prompt" (default): the parameters are taken from the first rows
             that a sequence seals, its prompt's, and not changed by those sealed later.
         group: how a query group votes, see `vote`.
         roped: whether the parameters are of keys after RoPE, not before it.

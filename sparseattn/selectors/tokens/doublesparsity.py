@@ -24,7 +24,7 @@ class DoubleSparsity(LearnsFromQueries, Calibrated):
             code's setting (group factor 4).
         bits: of a kept number: 4 (default, its code's) or 2, in equal steps between a row's least and largest; 16: as
             keys are. The script for AIME that its authors publish has two bits and half of the channels.
-        artefact: a file that `sparseattn calibrate --method doublesparsity` has made of traces; "prompt" (default): the
+        artefact: a file that `sparseattn train --method doublesparsity` has made of traces; "prompt" (default): the
             channels are those of the first rows that a sequence seals, its prompt's, and of `share` of their queries.
         share: share of the prompt's queries, evenly spaced, where there is no file. 0: the keys serve as queries, and a
             warning says so.

@@ -31,7 +31,6 @@ class LearnedCodes(FromCalibration):
     `scan_bytes`: the codes of every row, and the maps of queries once per KV head.
     """
 
-    command = "train"
     by_row = ("codes",)
     operators = 20
 

@@ -20,7 +20,7 @@ class Loki(Calibrated):
 
     Args:
         dimensions: d, all of them if there are fewer; 0 (default): a quarter of the head size, the paper's setting.
-        artefact: a file that `sparseattn calibrate --method loki` has made of traces; "prompt" (default): the
+        artefact: a file that `sparseattn train --method loki` has made of traces; "prompt" (default): the
             directions are those of the keys that a sequence seals first, its prompt's.
         before: directions of keys before RoPE, which turn keys after it. The paper has both and takes, for each model,
             the better; some heads' keys vary most after RoPE where no query looks.

@@ -91,7 +91,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     choices = (4, 8)
     channels = 2
     _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
-    method, command = "querypq", "train"
+    method = "querypq"
 
     def __init__(
         self,
