@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparseattn.core.rope import Rope
-from sparseattn.kernels.product_codes import dispatch, reference
+from sparseattn.kernels.product_codes import cpu_turning, dispatch, reference
 from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, Turning, rounded
 
 
@@ -64,15 +64,18 @@ def test_centroids_of_all_channels_choose_as_the_reference_does(shape: tuple[int
 
 
 @pytest.mark.parametrize(
-    ("shape", "interleaved", "much"),
+    ("shape", "interleaved", "much", "ordered"),
     [
-        *((shape, shape[1] == 2, 1.0) for shape in (*SHAPES[:4], (1, 2, 3, 8, 4, 20_000), (1, 1, 3, 8, 4, 7_000))),
-        *((shape, False, 1e4) for shape in SHAPES[:3]),
+        *((shape, shape[1] == 2, 1.0, "gaps") for shape in SHAPES[:4]),
+        *((shape, False, 1.0, kind) for shape in SHAPES[:3] for kind in ("whole", "padded")),
+        ((1, 2, 3, 8, 4, 20_000), True, 1.0, "whole"),
+        ((1, 1, 3, 8, 4, 7_000), False, 1.0, "padded"),
+        *((shape, False, 1e4, "gaps") for shape in SHAPES[:3]),
     ],
     ids=str,
 )
 def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_reference_does(
-    shape: tuple[int, ...], interleaved: bool, much: float
+    shape: tuple[int, ...], interleaved: bool, much: float, ordered: str
 ) -> None:
     """With steps of the tables, and with longer ones where what is added would not fit sums of 16 bits."""
     pytest.importorskip("numba")
@@ -82,24 +85,62 @@ def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_referen
     at = torch.arange(shape[-1]).expand(batch, -1) + torch.randint(0, 999, (batch, 1), generator=draw)
     rope = Rope.of(size // 2 * 2 if size < 9 else 8)
     key = much * torch.randn(batch, heads, size, generator=draw)
-    turning = Turning(replace(rope, interleaved=interleaved), key, torch.where(keys.valid, at, -1).int())
+    if ordered == "padded":  # in front, so that row 40 is at position 0
+        keys = replace(keys, valid=(torch.arange(shape[-1]) >= 40).expand(batch, -1))
+        at = torch.arange(shape[-1]).expand(batch, -1) - 40
+    elif ordered == "whole":
+        keys = replace(keys, valid=torch.ones_like(keys.valid))
+    at = torch.where(keys.valid, at, -1).int()
+    assert bool((cpu_turning._begins(at.clamp(min=0)) >= 0).all()) == (ordered == "whole")
+    turning = Turning(replace(rope, interleaved=interleaved), key, at)
     # Of rows that weigh nothing beside the best any may be chosen, and the sample's rounding tells which two compete.
     counts = (1,) if much > 1 else (20, 100, 2500)
     check_choices(replace(tables, beside=turning), keys, "numba", counts)
 
 
+@pytest.mark.parametrize("vectors", [16, 48])
+@pytest.mark.parametrize("slower", [1.0, 8.0, 40.0])
+@pytest.mark.parametrize("size", [2, 64])
+def test_angles_of_fast_and_of_slow_pairs_alone_make_the_products(
+    vectors: int, slower: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks of 16 and of 48 positions, as processors have them."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(cpu_turning, "VECTORS", vectors)
+    rope = Rope.of(size)
+    turns = rope.inv_freq / slower
+    order, far, near, slow = cpu_turning._angles.__wrapped__(tuple(turns.tolist()), 32)
+    draw = torch.Generator().manual_seed(0)
+    across, along = torch.randn(2, len(turns), generator=draw)
+    u, v = (torch.where(order < 0, 0, part[order.clamp(min=0)]) for part in (across, along))
+    few = slow.shape[1]
+    fast = len(order) - few
+    cos, sin, slow_cos, slow_sin = far.split([fast, fast, few, few], 1)
+    quick = [u[:fast] * cos + v[:fast] * sin, v[:fast] * cos - u[:fast] * sin]
+    even, odd = u[fast:] * slow_cos + v[fast:] * slow_sin, v[fast:] * slow_cos - u[fast:] * slow_sin
+    terms = [(even, odd)[term % 2] @ slow[term] for term in range(cpu_turning.TERMS)]
+    found = (torch.cat([*quick, torch.stack(terms, 1)], 1) @ near).flatten()
+    angles = torch.arange(len(found))[:, None] * turns
+    wanted = angles.cos() @ across + angles.sin() @ along
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3 * float(across.abs().sum() + along.abs().sum()))
+
+
 def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[int, ...] = (1, 20, 100, 2500)) -> None:
     """Rows of equal votes may be others, and a table's number may be rounded the other way by an error of float32."""
     more = tables.more()
-    names, step, _ = rounded(tables.numbers(), tables.bounds())
-    sums = step[:, :, None, None] * reference.sums(names.float(), keys)
-    sums = sums if more is None else sums + more
+    bounds = tables.bounds()
+    names, step, _ = rounded(tables.numbers(), bounds)
+    near = 2 if more is None else 6  # a step more or less of what is added may make another row the last candidate
+    unit = step[:, :, None, None]
+    sums = unit * reference.sums(names.float(), keys)
+    if more is not None and bounds is not None:
+        sums += unit * ((more - bounds[0][..., None]) / unit).round()
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
     for count in counts:
         found, expected = (chosen(tables, keys, count, which) for which in (impl, "torch"))
         assert torch.equal(found.sort(-1).values < 0, expected.sort(-1).values < 0)
         read, wanted = (votes.gather(2, ids.clamp(min=0).long()).masked_fill(ids < 0, 0) for ids in (found, expected))
-        torch.testing.assert_close(read.sort(-1).values, wanted.sort(-1).values, rtol=0, atol=2 * float(step.max()))
+        torch.testing.assert_close(read.sort(-1).values, wanted.sort(-1).values, rtol=0, atol=near * float(step.max()))
         for ids in found.flatten(0, 1):
             assert len(set(ids[ids >= 0].tolist())) == int((ids >= 0).sum())
 

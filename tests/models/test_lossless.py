@@ -198,7 +198,7 @@ def test_it_stops_where_full_attention_stops(model: Any, draft: int) -> None:
     assert out.sequences.shape[1] == 65
 
 
-@pytest.mark.parametrize("draft", [0, 4])
+@pytest.mark.parametrize("draft", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_it_stops_at_strings(llama: Any, draft: int) -> None:
     """Of two tokens each, which a draft may end, begin or hold; in a batch at several places."""
     tokenizer, inputs = byte_tokenizer(), padded((60, 41, 23, 50))
@@ -258,8 +258,8 @@ TURNS: dict[str, tuple[str, int | str, bool]] = {  # by what drafts: selector, d
     "lowbit": (LOWBIT, 3, False),
     "pillar": ("pillar", 3, False),
 }
-FAST_TURNS = {("quest", "one", False), ("quest", "padded", True), ("pillar", "padded", True), ("lowbit", "one", False)}
-FAST_TURNS |= {("once", "one", False), ("auto", "one", False)}
+FAST_TURNS = {(drafts, "one", False) for drafts in ("once", "auto", "lowbit")}
+FAST_TURNS |= {(drafts, "padded", True) for drafts in ("quest", "pillar")}
 
 
 @pytest.mark.parametrize(
@@ -336,9 +336,9 @@ def test_ties_are_counted(llama: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_in_16_bits_tokens_differ_at_a_tie_first(llama: Any, dtype: torch.dtype) -> None:
-    """Of three prompts. Whether any token differs is up to the machine's sums: the next test makes some differ."""
+    """Of two prompts. Whether any token differs is up to the machine's sums: the next test makes some differ."""
     rounded = copy.deepcopy(llama).to(dtype)
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         inputs = whole(prompt(seed=seed))
         out = lossless(rounded, inputs, "quest:page=4", 8, 3)
         different = _first_different(out.sequences, dense(rounded, inputs))
@@ -356,24 +356,23 @@ def test_scores_that_round_otherwise_differ_at_a_tie_first(llama: Any, draft: in
         within = torch.rand(scores.shape, generator=noise) * 2 - 1
         return scores + 0.4 * ROUGH * scores.max(-1, keepdim=True).values * within
 
-    places = list[int]()
-    for seed in range(1, 5):
+    places: dict[float, list[int]] = {ROUGH: [], 1e-9: []}
+    for seed, rounding in ((2, ROUGH), (3, ROUGH), (5, ROUGH), (2, 1e-9)):
         inputs = whole(prompt(seed=seed))
-        expected = dense_once(llama, inputs)
-        for rounding in (ROUGH, 1e-9):
-            noise.manual_seed(seed)
-            hook = llama.lm_head.register_forward_hook(rounded)
-            try:
-                out = lossless(llama, inputs, None, None, draft, rounding=rounding)
-            finally:
-                hook.remove()
-            different = _first_different(out.sequences, expected)
-            if different is not None:
-                assert ((0, different) in out.stats.ties) is (rounding == ROUGH)
-                places.append(different)
-            assert len(out.stats.ties) < NEW
-    assert len(places) >= 4, places
-    assert max(places) > 3
+        noise.manual_seed(seed)
+        hook = llama.lm_head.register_forward_hook(rounded)
+        try:
+            out = lossless(llama, inputs, None, None, draft, rounding=rounding)
+        finally:
+            hook.remove()
+        different = _first_different(out.sequences, dense_once(llama, inputs))
+        if different is not None:
+            assert ((0, different) in out.stats.ties) is (rounding == ROUGH)
+            places[rounding].append(different)
+        assert len(out.stats.ties) < NEW
+    assert len(places[ROUGH]) >= 2, places
+    assert max(places[ROUGH]) > 3
+    assert places[1e-9], "the test cannot fail"
 
 
 ROUGH = 0.05  # of the best score
@@ -638,9 +637,10 @@ def _full(model: Any) -> Any:
 )
 def test_refusals(llama: Any, given: dict[str, Any], sentence: str) -> None:
     options: dict[str, Any] = {"selector": "quest:page=4", "budget": 8, "draft": 2} | given
+    plainly = dense_once(llama, whole(prompt()))
     with pytest.raises(ValueError, match=re.escape(sentence)):
         lossless(llama, whole(prompt()), **options)
-    assert torch.equal(dense(llama, whole(prompt())), dense(llama, whole(prompt())))  # the model has its attention back
+    assert torch.equal(dense(llama, whole(prompt())), plainly)  # the model has its attention back
 
 
 def test_caches_that_cannot_go_back_are_refused(llama: Any) -> None:

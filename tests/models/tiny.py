@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 16,
             "query_pre_attn_scalar": 40,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,  # tied, random ones repeat a token for ever, whatever attention gives
         },
     ),
     "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
@@ -103,6 +104,7 @@ def sharing_keys() -> Any:
         vocab_size_per_layer_input=256,
         laurel_rank=4,
         activation_sparsity_pattern=[0.0] * 4,
+        tie_word_embeddings=False,
     )
     torch.manual_seed(0)
     return transformers.Gemma3nForCausalLM(config).eval()

@@ -132,7 +132,7 @@ def roped(means: float = 3.0, tokens: int = 600) -> Trace:
     return Trace.build([TraceLayer(0, query, key, torch.randn(2, tokens, 48, generator=draw), 48**-0.5, rope)], at)
 
 
-def test_codes_without_the_mean_before_rope_find_more_and_are_the_same_at_the_prompts_end_and_far_behind_it() -> None:
+def test_codes_without_the_mean_before_rope_find_more() -> None:
     trace = roped()
     for spec in ("querypq:share=1.0,subspaces=6", "querypq:share=1.0,subspaces=6,additive=True"):
         found = {
@@ -392,6 +392,7 @@ def test_what_querypq_refuses() -> None:
             {"mean": "rope", "artefact": "a.safetensors"},
             "codes with mean=rope are the prompt's own: leave out artefact=a",
         ),
+        ({"mean": "rope", "subspaces": 120}, "subspaces is 112 or less, as sums of their tables have 16 bits, got 120"),
         ({"mean": "before"}, "mean is one of plain, rope, got 'before'"),
         ({"reach": 2.0}, "reach is a power of weights, 0 to 1, got 2.0"),
     ):
@@ -399,3 +400,9 @@ def test_what_querypq_refuses() -> None:
             QueryPQ(**arguments)
     with pytest.raises(ValueError, match="a divisor of the head size, here of 64, got 5"):
         QueryPQ(5).check_shape(1, 1, 64)
+    with pytest.raises(
+        ValueError, match="additive codes have 4,096 centroids at most, and 17 codes of 8 bits have 4,352"
+    ):
+        QueryPQ(17, 8, additive=True).check_shape(1, 1, 64)
+    with pytest.raises(ValueError, match="with mean=rope subspaces is 112 or less, got 128 of heads of size 1024"):
+        QueryPQ(mean="rope").check_shape(1, 1, 1024)

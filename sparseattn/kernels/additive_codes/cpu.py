@@ -72,6 +72,7 @@ def _search(alone, grams, codes, entries, beams, far, names, parent, name, each)
     """
     held, now, then, every = 1, 0, beams, codes * entries
     far[0] = np.float32(0)
+    names[:] = 0  # of a key that is not finite no sum is near
     for m in range(codes):
         count, first, last = 0, m * entries, np.float32(np.inf)
         for b in range(held):

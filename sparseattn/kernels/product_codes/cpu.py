@@ -23,6 +23,7 @@ from sparseattn.kernels.product_codes.codes import (
     BLOCK,
     MORE,
     MOST,
+    MOST_BESIDE,
     ProductCodes,
     RankedCodes,
     Tables,
@@ -76,19 +77,19 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
             make_tables(scaled, turns, which * wide * wide, books, which * book,
                         (share, subspaces, entries, size, wide), turned, tables)  # fmt: skip
             arena = arenas_at + worker * arena_size
-            shortest, added, across = np.float32(0), 0, 0
+            shortest, added, stride = np.float32(0), 0, 0
             if turning[0]:
                 shortest = meet_queries(turning, which, scaled, share, met) / np.float32(_room_beside(subspaces))
             grain = round_tables(tables, names, shortest)
             if turning[0]:
-                added, across = round_turned(turning, which, share, met, grain, arena + behind)
+                added, stride = round_turned(turning, which, share, met, grain, arena + behind)
             unit = grain * LOG2E
             pack(names.reshape(share, -1), share, words)
             b, h = which // heads, which % heads
             first, there = codes_at + b * codes_b + h * codes_h, valid_at + b * valid_b
             _take_tail(first, step, count, there, total, tail)
             stored = first, step, count, bits, there
-            given = names.ctypes.data, share, words.ctypes.data, added, across
+            given = names.ctypes.data, share, words.ctypes.data, added, stride
             ends = tail.ctypes.data
             own = out[which * wanted : (which + 1) * wanted]
             chosen = choose_rows(stored, given, ends, total, apart, more, unit, most, sampled, arena, own)
@@ -186,8 +187,9 @@ class BestRows:
         keys, batch, heads, share = ranked.keys, *query.shape[:3]
         subspaces, entries, size = ranked.centroids.shape[2:]
         width, rows = keys.codes.shape[2:]
-        if subspaces > MOST:
-            raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
+        most_of = MOST if ranked.beside is None else MOST_BESIDE
+        if subspaces > most_of:
+            raise ValueError(f"sums of 16 bits hold {most_of} subspaces, got {subspaces}")
         if width != -(-subspaces * keys.bits // 8):
             raise ValueError(f"{subspaces} codes of {keys.bits} bits do not fill {width} bytes")
         steps = keys.codes.stride()

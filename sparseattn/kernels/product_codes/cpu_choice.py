@@ -134,12 +134,12 @@ def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
 def _mark(stored, tables, row, tops, limit, sums, marks):
     """Mark those of 128 rows from `row` on that are valid and `limit` at most below `tops`, as `possible` does; sums:
     room for `[G + 1,64]` int16. All but numbers are addresses."""
-    (codes, step, count, bits, valid), (_, share, _, added, across) = stored, tables
+    (codes, step, count, bits, valid), (_, share, _, added, stride) = stored, tables
     for half in range(2):
         first, bits_of = half * BLOCK, array_at(np.uint64, marks, 2)
         _sum(codes + first, step, count, bits, tables, sums, 2 * BLOCK, valid + first)
         if added:
-            add_to_sums(sums, 2 * BLOCK, share, added, across, row + first, BLOCK)
+            add_to_sums(sums, 2 * BLOCK, share, added, stride, row + first, BLOCK)
         nearest(sums, 2 * BLOCK, share, tops, sums + 2 * BLOCK * share, BLOCK)
         bits_of[half] = within(sums + 2 * BLOCK * share, np.int16(limit))
 
@@ -179,15 +179,17 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
 
     limit: about how far that is; places: those of `choose_rows`.
     """
-    (_, _, count, bits, _), (names, share, _, added, across) = stored, tables
+    (_, _, count, bits, _), (names, share, _, added, stride) = stored, tables
     sums, gap, kept, rows, _, tops, begins, losses, ones, _ = places
     marked, size = array_at(np.uint8, ones, BLOCK), count * 8 // bits << bits
     marked[:] = 1
     while True:
-        make_losses(
-            array_at(np.uint8, names, share * size), array_at(np.int16, tops, share), (share, size >> bits, 1 << bits),
-            limit, array_at(np.uint8, losses, share * size), array_at(np.uint8, begins, share),
-        )  # fmt: skip
+        if not added:
+            make_losses(
+                array_at(np.uint8, names, share * size), array_at(np.int16, tops, share),
+                (share, size >> bits, 1 << bits), limit, array_at(np.uint8, losses, share * size),
+                array_at(np.uint8, begins, share),
+            )  # fmt: skip
         listed = _list(stored, tables, tail, total, limit, most, places)
         if listed < 0:
             return listed, 0
@@ -196,7 +198,7 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
             for first in range(0, wide, BLOCK):
                 _sum(kept + first, most, count, bits, tables, sums + 2 * first, 2 * most, ones)
             if added:
-                add_to_listed(sums, 2 * most, share, added, across, rows, listed)
+                add_to_listed(sums, 2 * most, share, added, stride, rows, listed)
             nearest(sums, 2 * most, share, tops, gap, wide)
             below = array_at(np.int16, gap, wide)
             below[listed:] = NONE
@@ -248,9 +250,9 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
 
     stored: address of the codes, bytes from one of a row to the next, how many, bits, and address of what says which
     rows are valid; tables: address of `[G,M,K]` uint8, G, address of what `pack` makes of them, and what `round_turned`
-    returned, the address 0 where nothing is added to sums; tail: address of
-    the codes of the rows behind whole tiles `[count,128]`, and behind these which are valid; unit: a step of a sum in
-    units of log 2; arena: address of what `room` says.
+    returned, the address 0 where nothing is added to sums; tail: address of the codes of the rows behind whole tiles
+    `[count,128]`, and behind these which are valid; unit: a step of a sum in units of log 2; arena: address of what
+    `room` says.
     """
     share, count, bits = tables[1], stored[2], stored[3]
     gap, kept, rows, weighed, tops, begins, losses, ones, work, _ = _room(share, count, bits, sampled, most)

@@ -11,7 +11,6 @@ turn little within a block are taken together, as a polynomial of the position.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_centroids import OUTPUTS, VECTORS, multiply
 from sparseattn.kernels.numba_rows import FAST, array_at
@@ -37,32 +35,33 @@ PADDED = 128  # rows that kernels may read behind the last
 
 
 @functools.lru_cache(maxsize=16)
-def _angles(rope: Rope, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `round_turned` reads of a RoPE.
+def _angles(frequencies: tuple[float, ...], blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `round_turned` reads of a RoPE whose pairs turn by these radians a position.
 
-    Pairs are in two lists, each filled up to whole registers: those that turn by more than 1 within half a block, F in
-    all, and the others, S in all.
+    Pairs are in two lists, each filled up to whole registers, one at least: those that turn by more than 1 within half
+    a block, F in all, and the others, S in all.
 
     Returns:
         which pair is which, `[F + S]` int64, -1 for one that fills up; cosines and sines at the middle of each block,
         `[blocks,2F + 2S]` float32; those of the first list at a block's positions, and behind these the powers of the
         position, `[2F + TERMS,VECTORS]`; and what the others count for in each term, `[TERMS,S]`.
     """
-    half = VECTORS // 2
-    order = rope.inv_freq.argsort(descending=True, stable=True)
-    fast = int((rope.inv_freq * half > 1).sum())
-    lists = [torch.nn.functional.pad(part, (0, -len(part) % LANES), value=-1) for part in (order[:fast], order[fast:])]
-    first, second = (replace(rope, inv_freq=rope.inv_freq[part.clamp(min=0)]) for part in lists)
-    middle, apart, power = (
-        torch.arange(half, blocks * VECTORS, VECTORS),
-        torch.arange(VECTORS) - half,
-        torch.arange(TERMS),
-    )
-    far = torch.cat([*first.cos_sin(middle), *second.cos_sin(middle)], -1)
+    half, turns = VECTORS // 2, torch.tensor(frequencies)
+    order = turns.argsort(descending=True, stable=True)
+    quick = int((turns * half > 1).sum())
+    lists = []
+    for part in (order[:quick], order[quick:]):
+        fill = -len(part) % LANES if len(part) else LANES
+        lists.append(torch.nn.functional.pad(part, (0, fill), value=-1))
+    first, second = (turns[part.clamp(min=0)] for part in lists)
+    middle, apart = torch.arange(half, blocks * VECTORS, VECTORS).float(), torch.arange(VECTORS).float() - half
+    angles = [middle[:, None] * first, middle[:, None] * second]
+    far = torch.cat([part for angle in angles for part in (angle.cos(), angle.sin())], 1)
+    power, within = torch.arange(TERMS), apart[:, None] * first
     powers = (apart[:, None] / half) ** power / power.clamp(min=1).cumprod(0)
-    near = torch.cat([*first.cos_sin(apart), powers], 1).mT
+    near = torch.cat([within.cos(), within.sin(), powers], 1).mT
     signs = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
-    slow = signs[:, None] * (second.inv_freq * half) ** power[:, None]
+    slow = signs[:, None] * (second * half) ** power[:, None]
     return torch.cat(lists), far.contiguous(), near.contiguous(), slow.contiguous()
 
 
@@ -73,8 +72,11 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     at, key, rope = turning.at.clamp(min=0), turning.key.float().contiguous(), turning.rope
     last = int(at.max()) if at.numel() else 0
     blocks = AT_ONCE * (last // (VECTORS * AT_ONCE) + 1)
-    order, far, near, slow = _angles(rope, blocks)
+    # By value: each layer has a RoPE of its own.
+    order, far, near, slow = _angles(tuple(rope.inv_freq.tolist()), blocks)
     begins = _begins(at)
+    # Whether there is one; addresses of keys, positions, first rows' positions, angles and a block's numbers; blocks,
+    # R, whether interleaved, H, D and rows; addresses of the order and of the terms; F and S.
     numbers = np.array(
         [
             1, key.data_ptr(), at.data_ptr(), begins.data_ptr(), far.data_ptr(), near.data_ptr(), blocks, rope.rotated,
@@ -105,8 +107,8 @@ def turning_room(share: int, rows: int, blocks: int) -> int:
 @intrinsic
 def _turn_block(typing, across, along, far, at, fast, few, slow, left, to):
     """Write what a block's numbers are multiplied by to `left` from `to` on: cosines and sines of the first list, then
-    the terms of the other. across, along: `[F + S]`; far: from `at` on; fast, few: F and S; slow: `[TERMS * S]`. All are
-    float32 and flat."""
+    the terms of the other. across, along: `[F + S]`; far: from `at` on; fast, few: F and S; slow: `[TERMS * S]`. All
+    are float32 and flat."""
 
     def code(context, builder, signature, arguments):
         across_, along_, far_, at_, fast_, few_, slow_, left_, to_ = arguments
@@ -183,7 +185,8 @@ def meet_queries(numbers, which, query, share, met):
 def _round(numbers, low, unit, out):
     """Write how many steps `numbers` are above `low`, to the nearest one; unit: steps in 1."""
     for n in range(len(numbers)):
-        out[n] = np.int16((numbers[n] - low) * unit + np.float32(0.5))
+        steps = (numbers[n] - low) * unit + np.float32(0.5)  # the polynomial may be a little below the least
+        out[n] = np.int16(steps if steps > 0 else np.float32(0))
 
 
 @njit
@@ -193,9 +196,9 @@ def round_turned(numbers, which, share, met, step, arena):
     how many numbers on the next query head's are."""
     sequence, rows, blocks = which // numbers[9], numbers[11], numbers[6]
     fast, few = numbers[14], numbers[15]
-    inner, both, across = 2 * fast + TERMS, fast + few, blocks * VECTORS + PADDED
+    inner, both, stride = 2 * fast + TERMS, fast + few, blocks * VECTORS + PADDED
     far, near = array_at(np.float32, numbers[4], blocks * 2 * both), array_at(np.float32, numbers[5], inner * VECTORS)
-    slow, whole = array_at(np.float32, numbers[13], TERMS * few), array_at(np.int16, arena, share * across)
+    slow, whole = array_at(np.float32, numbers[13], TERMS * few), array_at(np.int16, arena, share * stride)
     left, rest = np.empty(AT_ONCE * inner, np.float32), np.empty(AT_ONCE, np.float32)
     found, unit = np.empty(AT_ONCE * VECTORS, np.float32), np.float32(1) / step if step > 0 else np.float32(1)
     for g in range(share):
@@ -205,37 +208,37 @@ def round_turned(numbers, which, share, met, step, arena):
             for n in range(AT_ONCE):
                 _turn_block(u, v, far, (block + n) * 2 * both, fast, few, slow, left, n * inner)
             multiply(left, rest, AT_ONCE // OUTPUTS, near, inner, found)
-            at = g * across + block * VECTORS
+            at = g * stride + block * VECTORS
             _round(found, low, unit, whole[at : at + AT_ONCE * VECTORS])
-        whole[(g + 1) * across - PADDED : (g + 1) * across] = 0
+        whole[(g + 1) * stride - PADDED : (g + 1) * stride] = 0
     begin = array_at(np.int64, numbers[3] + 8 * sequence, 1)[0]
     if begin >= 0:
-        return arena + 2 * begin, across
+        return arena + 2 * begin, stride
     places = array_at(np.int32, numbers[2] + 4 * sequence * rows, rows)
-    by_row, wide = array_at(np.int16, arena + 2 * share * across, share * (rows + PADDED)), rows + PADDED
+    by_row, row_stride = array_at(np.int16, arena + 2 * share * stride, share * (rows + PADDED)), rows + PADDED
     for g in range(share):
         for n in range(rows):
-            by_row[g * wide + n] = whole[g * across + places[n]]
-        by_row[g * wide + rows : (g + 1) * wide] = 0
-    return arena + 2 * share * across, wide
+            by_row[g * row_stride + n] = whole[g * stride + places[n]]
+        by_row[g * row_stride + rows : (g + 1) * row_stride] = 0
+    return arena + 2 * share * stride, row_stride
 
 
 @njit
-def add_to_sums(sums, head_step, share, added, across, first, count):
+def add_to_sums(sums, head_step, share, added, stride, first, count):
     """Add what rows from `first` on have to their sums, int16 at the address `sums`, `head_step` bytes from a query
     head's to the next's; none to those below 0, which are not valid."""
     for g in range(share):
         own = array_at(np.int16, sums + g * head_step, count)
-        more = array_at(np.int16, added + 2 * (g * across + first), count)
+        more = array_at(np.int16, added + 2 * (g * stride + first), count)
         for lane in range(count):
             own[lane] = own[lane] + more[lane] if own[lane] >= 0 else own[lane]
 
 
 @njit
-def add_to_listed(sums, head_step, share, added, across, names, count):
+def add_to_listed(sums, head_step, share, added, stride, names, count):
     """As `add_to_sums`, of the rows that `names`, int32 at an address, says."""
     rows = array_at(np.int32, names, count)
     for g in range(share):
-        own, more = array_at(np.int16, sums + g * head_step, count), array_at(np.int16, added + 2 * g * across, across)
+        own, more = array_at(np.int16, sums + g * head_step, count), array_at(np.int16, added + 2 * g * stride, stride)
         for i in range(count):
             own[i] += more[rows[i]]

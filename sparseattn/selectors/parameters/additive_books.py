@@ -43,12 +43,15 @@ def _fitted(keys: Tensor, named: Tensor, books: Tensor, weights: Tensor) -> Tens
     """Return the codebooks `[M,K,D]` with the least weighted squared error of keys `[n,D]` named `[M,n]`."""
     codes, entries, size = books.shape
     every = codes * entries
-    place = (named + entries * torch.arange(codes, device=named.device)[:, None]).mT  # [n,M]
     counts = weights.double()
-    pairs = (place[:, :, None] * every + place[:, None]).flatten()
-    together = torch.bincount(pairs, counts.repeat_interleave(codes**2), every**2).view(every, every)
-    wanted = torch.zeros(every, size, dtype=torch.double, device=keys.device)
-    wanted.index_add_(0, place.flatten(), (counts[:, None] * keys).repeat_interleave(codes, 0))
+    together = torch.zeros(codes, entries, codes, entries, dtype=torch.double, device=keys.device)
+    wanted = torch.zeros(codes, entries, size, dtype=torch.double, device=keys.device)
+    for i in range(codes):
+        wanted[i].index_add_(0, named[i], counts[:, None] * keys)
+        for j in range(i + 1):
+            pairs = torch.bincount(named[i] * entries + named[j], counts, entries**2).view(entries, entries)
+            together[i, :, j], together[j, :, i] = pairs, pairs.mT
+    together, wanted = together.view(every, every), wanted.view(every, size)
     ridge = (RIDGE * counts.sum() / entries).clamp(min=torch.finfo(torch.float32).tiny)
     together += ridge * torch.eye(every, dtype=torch.double, device=keys.device)
     fitted = torch.linalg.solve(together, wanted + ridge * books.flatten(0, 1))

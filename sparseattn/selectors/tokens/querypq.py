@@ -33,8 +33,10 @@ from sparseattn.utils.hashing import stream, tensors_hash
 
 METRICS = ("own", "keys")
 MEANS = ("plain", "rope")
+MOST_ADDED = 4096  # centroids whose products with each other a seal makes
 PLACE = 4  # bytes of a row's position
 PART = 1 << 16  # rows whose means are taken off at a time
+OWN = ("select", "factors", "stored", "beside")  # what a subclass with a choice of its own may have changed
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
 
@@ -68,12 +70,13 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             nothing: coding takes no k-means and no queries. "prompt" (default): they are the prompt's.
         page: choose pages of so many rows by the sum of their rows' weights, a power of two; 1 (default): single rows.
         additive: a key is a sum of M centroids, one of each codebook, and each is of all channels, so that M may be any
-            number. That finds more at equal bytes, and the codebooks take M times the room and longer to learn. Not
-            with `artefact`.
+            number: codebooks have 4,096 centroids in all at most. That finds more at equal bytes. The codebooks take M
+            times the room and longer to learn, and a seal makes the products of all centroids with each other. Not with
+            `artefact`.
         mean: which mean key a code leaves out. "plain" (default): that of keys as they are, one for all positions.
             "rope": that of keys before RoPE, turned to each key's position, whose product with the query is added again
             for each row. RoPE hides most of a mean, so codes then find much more. Not with `artefact`, nor as a
-            second stage; as "plain" in a layer whose RoPE is not known.
+            second stage. In a layer whose RoPE is not known it finds what "plain" finds.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits, or with
     `additive` `D * (M * 2^bits + D)`, and D of 32 bits, which a query reads beside the codes, and a map of keys,
@@ -83,7 +86,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
-    `scan_bytes`: the codes of every row, and once per KV head the centroids, the map of queries and the mean.
+    `scan_bytes`: the codes of every row, with `mean="rope"` its position, which the KV heads share, and once per KV
+    head the centroids, the map of queries and the means.
     """
 
     learns_once = True
@@ -158,6 +162,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         ):
             rope.check_size(size)
         subspaces = self.subspaces_of(size)
+        if self.mean == "rope" and subspaces > MOST_BESIDE:
+            raise ValueError(
+                f"with mean=rope subspaces is {MOST_BESIDE} or less, got {subspaces} of heads of size {size}"
+            )
+        if self.additive and subspaces << self.bits > MOST_ADDED:
+            raise ValueError(
+                f"additive codes have {MOST_ADDED:,} centroids at most, and {subspaces} codes of {self.bits} bits have "
+                f"{subspaces << self.bits:,}: set subspaces={MOST_ADDED >> self.bits} or fewer"
+            )
         if self.artefact != PROMPT:
             theirs = self.calibration().holds(self.layer)["centroids"].shape[1:3]
             if theirs != (subspaces, 1 << self.bits):
@@ -253,17 +266,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             self.extend(rows.keys)
             return
         self.at.append(rows.positions.int())
-        parts = []
         for keys, at in zip(rows.keys.split(PART, 2), rows.positions.split(PART, 1), strict=True):
-            parts.append(keys.float() - self._means(self.root.data, at.clamp(min=0)[:, None]))
-        self.extend(torch.cat(parts, 2))
+            self.extend(keys.float() - self._means(self.root.data, at.clamp(min=0)[:, None]))
 
     def beside(self) -> Turning | None:
         """Return what rows have beside their codes: the mean key before RoPE, where it is known and left out."""
-        rope = self.layer_context.rope
-        if self.mean == "plain" or rope is None:
+        if self.mean == "plain" or self.layer_context.rope is None:
             return None
-        return Turning(rope, self.root.visible, self.at.visible)
+        root = self.root.visible
+        return Turning(self._rope_on(root.device), root, self.at.visible)
 
     # -- as the second of two stages -----------------------------------------------------------------------------------
 
@@ -327,7 +338,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         scaled, at = query.float() / self.temperature(query.shape[3]), beside.at
         if self.fixed_for_cache or at.device.type != "cpu":
             return found + beside.products(scaled)
-        below = beside.rope.products_below(scaled, beside.key, int(at.max()) + 1 if at.numel() else 0)
+        last = max(int(at.max()), 0) if at.numel() else 0
+        below = beside.rope.products_below(scaled, beside.key, last + 1)
         return found + below.gather(3, at.clamp(min=0).long()[:, None, None].expand_as(found))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
@@ -337,7 +349,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         return Selection(*product_codes.best(tables, self.stored(step.valid), budget), 1, whole=True)
 
     def chosen_by(self, valid: Tensor, size: int) -> RankedCodes | None:
-        own = all(getattr(type(self), name) is getattr(QueryPQ, name) for name in ("select", "factors", "stored"))
+        own = all(getattr(type(self), name) is getattr(QueryPQ, name) for name in OWN)
         if not self._at_once or self.fixed_for_cache or not own:
             return None
         if self._ranked is None or self._ranked.valid is not valid:
