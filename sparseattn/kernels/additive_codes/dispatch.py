@@ -41,6 +41,6 @@ def names(
         matrix, moved = turn
         asked, halves = flat @ matrix.float(), halves - (flat @ moved.float()[..., None])[..., 0]
     # Half the squared distance of a sum, less that of nothing: each centroid's own number, and a number for each pair.
-    run = ADDITIVE.pick(impl, keys.device, keys.dtype, keys.requires_grad).sums
-    found: Tensor = run(keys, -asked, halves, grams, codes, beams)
+    of = keys.device, keys.dtype, keys.requires_grad
+    found: Tensor = ADDITIVE.pick(impl, *of).sums(keys, -asked, halves, grams, codes, beams)
     return found
