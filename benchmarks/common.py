@@ -13,9 +13,9 @@ import torch
 from benchmarks.measure import last_cache
 from benchmarks.records import RESULTS
 from sparseattn.core.budget import budget_record
-from sparseattn.cost_model.environment import features, idle_threads, kernels, machine, versions
+from sparseattn.cost_model.environment import idle_threads, kernels, machine, versions
 from sparseattn.kernels.attend.dispatch import ATTEND
-from sparseattn.utils.devices import usable_device
+from sparseattn.utils.devices import features, usable_device
 
 
 def add_common(out: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
 from sparseattn.core.budget import budget_record, parse_budget
-from sparseattn.cost_model.environment import features, idle_threads, machine, versions
+from sparseattn.cost_model.environment import idle_threads, machine, versions
 from sparseattn.models.load import load_model
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.models.prefill import Prefill
@@ -57,7 +57,7 @@ from sparseattn.models.sparse_cache import SparseCache, restore
 from sparseattn.selectors.abilities import HostOnly
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.registry import SELECTORS, make_selector
-from sparseattn.utils.devices import usable_device
+from sparseattn.utils.devices import features, usable_device
 from sparseattn.utils.tensors import STORED
 
 SELECTED = ("exact", "quest", "saap", "moments", "retrieval:share=0.25", "window")

@@ -37,7 +37,7 @@ from benchmarks.models import prompt, random_model, with_attention
 from benchmarks.records import RESULTS
 from sparseattn.cli.options import MODEL_HELP
 from sparseattn.cli.values import integers
-from sparseattn.cost_model.environment import features, idle_threads, machine, versions
+from sparseattn.cost_model.environment import idle_threads, machine, versions
 from sparseattn.models.drafts.blocks import advance, loop_behind
 from sparseattn.models.drafts.length import DraftLength, FixedLength
 from sparseattn.models.drafts.loop import DraftLoop
@@ -47,7 +47,7 @@ from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_cache import restore
 from sparseattn.models.transformers_classes import DynamicCache
 from sparseattn.traces.texts import read_named
-from sparseattn.utils.devices import usable_device
+from sparseattn.utils.devices import features, usable_device
 
 SELECTED = ("quest", "lowbit", "querypq", "window")
 IN_PLACE = "in place"

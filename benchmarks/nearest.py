@@ -18,9 +18,9 @@ from benchmarks import records
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, spread
 from benchmarks.records import RESULTS
-from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.cost_model.environment import machine, versions
 from sparseattn.kernels.nearest import nearest
-from sparseattn.utils.devices import usable_device
+from sparseattn.utils.devices import features, usable_device
 
 
 def faiss_gpu() -> str | None:

@@ -38,8 +38,9 @@ from benchmarks.records import RESULTS
 from benchmarks.vllm_parts import PARTED, clocked_parts, parts_table
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
-from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.cost_model.environment import machine, versions
 from sparseattn.serving.vllm.defaults import SELECTOR
+from sparseattn.utils.devices import features
 
 CHUNK = 2048  # tokens of a step, at most
 WARM = 4  # steps of each kind that do not count

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import records
-from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.cost_model.environment import machine, versions
 from sparseattn.utils import children
+from sparseattn.utils.devices import features
 
 METHODS = (
     "querypq:artefact=FILE",

@@ -47,11 +47,12 @@ from benchmarks.vllm_soak_clients import (
     made_requests,
 )
 from sparseattn.cli.progress import progress_bar
-from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.cost_model.environment import machine, versions
 from sparseattn.serving.metrics import served_activity
 from sparseattn.serving.vllm import installed
 from sparseattn.serving.vllm.defaults import SELECTOR
 from sparseattn.utils import children
+from sparseattn.utils.devices import features
 
 LAYERS = 2
 TITLES = {"worker": b"VLLM::Worker", "engine": b"VLLM::EngineCore"}  # that vLLM gives to its processes

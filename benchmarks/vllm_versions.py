@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from benchmarks import records
-from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.cost_model.environment import machine, versions
 from sparseattn.serving.vllm import installed
 from sparseattn.utils import children
+from sparseattn.utils.devices import features
 
 PROMPTS = (600, 900, 1200)  # tokens
 TOKENS = 32  # of an answer

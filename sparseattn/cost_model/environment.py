@@ -11,7 +11,6 @@ import torch
 
 from sparseattn.kernels.attend.dispatch import ATTEND
 from sparseattn.kernels.implementations import why_not_numba, why_not_triton
-from sparseattn.utils.devices import features as features
 from sparseattn.utils.devices import processor, usable_device
 from sparseattn.utils.idle_threads import spin
 

@@ -27,9 +27,9 @@ from benchmarks.methods import Method
 from sparseattn import KVCache, Quest, Selection, Tail, decode, make_selector
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model import measure
-from sparseattn.cost_model.environment import features
 from sparseattn.cost_model.machine import Machine
 from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.utils.devices import features
 
 TINY = (
     *("--heads", "2", "--group", "2", "--size", "16", "--device", "cpu", "--threads", "1", "--rounds", "2"),

@@ -14,6 +14,10 @@ class RanksListed(ABC):
 
     group: str  # the vote of a query group
 
+    def why_not_second(self) -> str | None:
+        """Return what stands against it, of these settings, and what to give instead; None: nothing."""
+        return None
+
     @abstractmethod
     def stored_rows(self) -> int:
         """Return how many rows its index has."""

@@ -242,8 +242,8 @@ def _checked(second: Selector, others: tuple[int, int, str, int]) -> Selector:
         )
     if second.span > 1:
         raise ValueError(f"a second stage chooses single rows: give {second} page=1")
-    if getattr(second, "mean", "plain") != "plain":
-        raise ValueError(f"a second stage is shown keys without their positions: give {second} mean=plain")
+    if why := second.why_not_second():
+        raise ValueError(why)
     if others not in ((2, 64, "softmax", 16), (2, 64, second.group, 16)):
         raise ValueError(f"bits, rows, group and scales are of a lowbit: leave them out, or second={second}")
     return second

@@ -278,6 +278,11 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     # -- as the second of two stages -----------------------------------------------------------------------------------
 
+    def why_not_second(self) -> str | None:
+        if self.mean == "plain":
+            return None
+        return f"a second stage is shown keys without their positions: give {self} mean=plain"
+
     def stored_rows(self) -> int:
         return self.codes.rows
 
