@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from sparseattn.core.rope import Rope
-from sparseattn.kernels.product_codes import cpu_turning, dispatch, reference
+from sparseattn.kernels.product_codes import cpu_angles, dispatch, reference
 from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, Turning, rounded
 
 
@@ -91,38 +92,48 @@ def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_referen
     elif ordered == "whole":
         keys = replace(keys, valid=torch.ones_like(keys.valid))
     at = torch.where(keys.valid, at, -1).int()
-    assert bool((cpu_turning._begins(at.clamp(min=0)) >= 0).all()) == (ordered == "whole")
+    assert bool((cpu_angles._begins(at.clamp(min=0)) >= 0).all()) == (ordered == "whole")
     turning = Turning(replace(rope, interleaved=interleaved), key, at)
     # Of rows that weigh nothing beside the best any may be chosen, and the sample's rounding tells which two compete.
     counts = (1,) if much > 1 else (20, 100, 2500)
     check_choices(replace(tables, beside=turning), keys, "numba", counts)
 
 
-@pytest.mark.parametrize("vectors", [16, 48])
-@pytest.mark.parametrize("slower", [1.0, 8.0, 40.0])
+@pytest.mark.parametrize("half", [16, 32])
+@pytest.mark.parametrize("slower", [1.0, 8.0, 40.0, 2000.0])
 @pytest.mark.parametrize("size", [2, 64])
 def test_angles_of_fast_and_of_slow_pairs_alone_make_the_products(
-    vectors: int, slower: float, size: int, monkeypatch: pytest.MonkeyPatch
+    half: int, slower: float, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With blocks of 16 and of 48 positions, as processors have them."""
+    """With blocks of 32 and of 64 positions, as processors have them."""
     pytest.importorskip("numba")
-    monkeypatch.setattr(cpu_turning, "VECTORS", vectors)
-    rope = Rope.of(size)
-    turns = rope.inv_freq / slower
-    order, far, near, slow = cpu_turning._angles.__wrapped__(tuple(turns.tolist()), 32)
-    draw = torch.Generator().manual_seed(0)
-    across, along = torch.randn(2, len(turns), generator=draw)
-    u, v = (torch.where(order < 0, 0, part[order.clamp(min=0)]) for part in (across, along))
-    few = slow.shape[1]
-    fast = len(order) - few
-    cos, sin, slow_cos, slow_sin = far.split([fast, fast, few, few], 1)
-    quick = [u[:fast] * cos + v[:fast] * sin, v[:fast] * cos - u[:fast] * sin]
-    even, odd = u[fast:] * slow_cos + v[fast:] * slow_sin, v[fast:] * slow_cos - u[fast:] * slow_sin
-    terms = [(even, odd)[term % 2] @ slow[term] for term in range(cpu_turning.TERMS)]
-    found = (torch.cat([*quick, torch.stack(terms, 1)], 1) @ near).flatten()
-    angles = torch.arange(len(found))[:, None] * turns
-    wanted = angles.cos() @ across + angles.sin() @ along
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3 * float(across.abs().sum() + along.abs().sum()))
+    monkeypatch.setattr(cpu_angles, "HALF", half)
+    monkeypatch.setattr(cpu_angles, "WIDE", 2 * half)
+    turns, blocks = Rope.of(size).inv_freq / slower, cpu_angles.AT_ONCE
+    angles = cpu_angles.angles_of.__wrapped__(tuple(turns.tolist()), blocks)
+    across, along = torch.randn(2, len(turns), generator=torch.Generator().manual_seed(0))
+    u, v = (torch.where(angles.order < 0, 0, part[angles.order.clamp(min=0)]) for part in (across, along))
+
+    def turned(first: int, few: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        own, other = u[first : first + few], v[first : first + few]
+        return own * cos + other * sin, other * cos - own * sin
+
+    slowest = angles.slow.shape[1]
+    filled, middling = angles.far.shape[1] // 2, angles.wide_far.shape[1] // 2 - slowest
+    cos, sin, slow_cos, slow_sin = angles.wide_far.split([middling, middling, slowest, slowest], 1)
+    wide = turned(filled + middling, slowest, slow_cos, slow_sin)
+    terms = [wide[term % 2] @ angles.slow[term] for term in range(cpu_angles.TERMS)]
+    left = torch.cat([*turned(filled, middling, cos, sin), torch.stack(terms, 1)], 1)
+    of_blocks = (left @ angles.wide_near.transpose(0, 1).flatten(1)).view(blocks, cpu_angles.TERMS)
+    quick = turned(0, filled, *angles.far.chunk(2, 1))
+    alike, apart = (
+        torch.cat([part[:, : angles.quick], of_terms], 1) @ near
+        for part, of_terms, near in zip(quick, of_blocks.chunk(2, 1), angles.near, strict=True)
+    )
+    found = torch.cat([(alike - apart).flip(1), alike + apart], 1).flatten()
+    positions = torch.arange(len(found))[:, None] * turns
+    wanted = positions.cos() @ across + positions.sin() @ along
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(across.abs().sum() + along.abs().sum()))
 
 
 def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[int, ...] = (1, 20, 100, 2500)) -> None:

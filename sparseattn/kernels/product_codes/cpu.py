@@ -30,10 +30,11 @@ from sparseattn.kernels.product_codes.codes import (
     blocks_apart,
     room_beside,
 )
+from sparseattn.kernels.product_codes.cpu_angles import BLOCKS_AT, NUMBERS, turning_numbers
 from sparseattn.kernels.product_codes.cpu_choice import choose_rows, pack, room, words_needed
 from sparseattn.kernels.product_codes.cpu_lists import TILE
 from sparseattn.kernels.product_codes.cpu_tables import make_tables, round_tables
-from sparseattn.kernels.product_codes.cpu_turning import meet_queries, round_turned, turning_numbers, turning_room
+from sparseattn.kernels.product_codes.cpu_turning import meet_queries, room_of_met, round_turned, turning_room
 
 _room, _room_beside = njit(room), njit(room_beside)
 CANDIDATE = 80  # multiplications that take as long as listing a candidate, its vote and its place among the best
@@ -57,7 +58,7 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
     lists, heads, total, apart, more, wanted, most, share, subspaces, entries, size = numbers[:11]
     codes_at, codes_b, codes_h, step, count, bits, valid_at, valid_b = numbers[11:19]
     turn_at, centroids_at, arena_size, workers, wide = numbers[19:24]
-    turning, behind = numbers[24:40], numbers[40]
+    turning, behind = numbers[24 : 24 + NUMBERS], numbers[24 + NUMBERS]
     kind, turn_kind, centroid_kind = kinds
     sampled = (total + BLOCK * apart - 1) // (BLOCK * apart) * BLOCK
     queries = array_at(kind, query_at, lists * share * wide)
@@ -69,7 +70,7 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
         scaled, turned = np.empty(share * wide, np.float32), np.empty(share * wide, np.float32)
         tables = np.empty((share, subspaces, entries), np.float32)
         names, tail = np.empty((share, count * 8 // bits, entries), np.uint8), np.zeros((count + 1) * TILE, np.uint8)
-        met = np.empty(2 * share * (turning[14] + turning[15] + 1), np.float32)
+        met, highest = np.empty(room_of_met(turning, share), np.float32), np.zeros(share, np.int16)
         words = np.empty(words_needed(share, count * 8 // bits << bits, bits), np.uint64)
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             for i in range(share * wide):
@@ -82,14 +83,14 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
                 shortest = meet_queries(turning, which, scaled, share, met) / np.float32(_room_beside(subspaces))
             grain = round_tables(tables, names, shortest)
             if turning[0]:
-                added, stride = round_turned(turning, which, share, met, grain, arena + behind)
+                added, stride = round_turned(turning, which, share, met, grain, arena + behind, highest)
             unit = grain * LOG2E
             pack(names.reshape(share, -1), share, words)
             b, h = which // heads, which % heads
             first, there = codes_at + b * codes_b + h * codes_h, valid_at + b * valid_b
             _take_tail(first, step, count, there, total, tail)
             stored = first, step, count, bits, there
-            given = names.ctypes.data, share, words.ctypes.data, added, stride
+            given = names.ctypes.data, share, words.ctypes.data, added, stride, highest.ctypes.data
             ends = tail.ctypes.data
             own = out[which * wanted : (which + 1) * wanted]
             chosen = choose_rows(stored, given, ends, total, apart, more, unit, most, sampled, arena, own)
@@ -204,7 +205,7 @@ class BestRows:
         most = (2 * more + 4 * TILE) // TILE * TILE  # where more are listed, a thread makes room for all
         sampled = -(-rows // (BLOCK * apart)) * BLOCK
         behind = -(-room(share, width, keys.bits, sampled, most)[-1] // 4096) * 4096
-        more_room = turning_room(share, rows, int(turning[6])) if held else 0
+        more_room = turning_room(share, rows, int(turning[BLOCKS_AT])) if held else 0
         arena = behind + -(-more_room // 4096) * 4096
         workers = max(min(torch.get_num_threads(), self.lists), 1)
         self.arenas = workers * arena

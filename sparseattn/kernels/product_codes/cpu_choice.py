@@ -14,7 +14,7 @@ import numpy as np
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_rows import array_at
 from sparseattn.kernels.product_codes.codes import BLOCK
-from sparseattn.kernels.product_codes.cpu_lists import TILE, ask, list_rows, possible
+from sparseattn.kernels.product_codes.cpu_lists import TILE, ask, begin_sums, list_rows, possible
 from sparseattn.kernels.product_codes.cpu_registers import NONE, SHUFFLES
 from sparseattn.kernels.product_codes.cpu_sums import count_within, highest_sum, nearest, sum_block, within
 from sparseattn.kernels.product_codes.cpu_tables import make_losses
@@ -23,6 +23,7 @@ from sparseattn.kernels.product_codes.cpu_votes import added_up, choose, mixed, 
 
 AHEAD = 1024  # bytes of a code's rows that are asked for before their turn
 ALL = NONE - 1  # no valid row is farther below the best
+FEW, MARGIN = 32, 1.2  # rows that tell how far others are below, and times as many as are needed are looked for
 
 
 @njit
@@ -71,7 +72,7 @@ def add_block(codes, step, count, bits, words, share, out, head_step, valid):
 @njit
 def _sum(codes, step, count, bits, tables, out, head_step, valid):
     """Write the sums of 64 rows for each query head, see `sum_block`; codes, out, valid: addresses."""
-    names, share, words, _, _ = tables
+    names, share, words = tables[:3]
     if SHUFFLES > 0 and bits == 4:
         sum_block(codes, step, count, names, 32 * count, share, out, head_step, valid)
     else:
@@ -134,7 +135,7 @@ def _sample(stored, tables, tail, total, apart, unit, sums, gap, tops):
 def _mark(stored, tables, row, tops, limit, sums, marks):
     """Mark those of 128 rows from `row` on that are valid and `limit` at most below `tops`, as `possible` does; sums:
     room for `[G + 1,64]` int16. All but numbers are addresses."""
-    (codes, step, count, bits, valid), (_, share, _, added, stride) = stored, tables
+    (codes, step, count, bits, valid), (_, share, _, added, stride, _) = stored, tables
     for half in range(2):
         first, bits_of = half * BLOCK, array_at(np.uint64, marks, 2)
         _sum(codes + first, step, count, bits, tables, sums, 2 * BLOCK, valid + first)
@@ -149,19 +150,26 @@ def _list(stored, tables, tail, total, limit, most, places):
     """List the valid rows that are `limit` at most below `tops`, and perhaps others. Return how many, -1 where there
     is no room for them.
 
-    places: those of `choose_rows`, with losses and begins of `make_losses`. Written are kept and rows, `[count,most]`
-    codes and `[most]` names; work has room for two numbers of 64 bits and `[G + 1,64]` int16. All are addresses, as
-    arrays would be counted anew for each tile.
+    places: those of `choose_rows`, with losses, scales and firsts of `make_losses`. Written are kept and rows,
+    `[count,most]` codes and `[most]` names; work has room for two numbers of 64 bits and `[G + 1,64]` int16. All are
+    addresses, as arrays would be counted anew for each tile.
     """
-    (codes, step, count, bits, valid), share, listed, whole = stored, tables[1], 0, total // TILE * TILE
-    _, _, kept, rows, _, tops, begins, losses, _, work = places
+    (codes, step, count, bits, valid), (_, share, _, added, stride, highest) = stored, tables
+    _, _, kept, rows, _, tops, scales, firsts, losses, begins, _, work = places
+    listed, whole, looked_up = 0, total // TILE * TILE, SHUFFLES > 0 and bits == 4
+    if looked_up and not added:
+        own = array_at(np.uint8, begins, share * TILE)
+        for g in range(share):
+            own[g * TILE : (g + 1) * TILE] = array_at(np.uint8, firsts, share)[g]
     for first in range(0, total, TILE):
         if listed + TILE > most:
             return -1
         at, across, there = codes + first, step, valid + first
         if first == whole:
             at, across, there = tail, TILE, tail + count * TILE
-        if SHUFFLES > 0 and bits == 4 and not tables[3]:
+        if looked_up:
+            if added:
+                begin_sums(added + 2 * first, 2 * stride, share, highest, scales, firsts, begins)
             possible(at, across, count, losses, 32 * count, begins, share, there, work)
         else:
             _mark((at, across, count, bits, there), tables, first, tops, limit, work + 16, work)
@@ -179,33 +187,40 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
 
     limit: about how far that is; places: those of `choose_rows`.
     """
-    (_, _, count, bits, _), (names, share, _, added, stride) = stored, tables
-    sums, gap, kept, rows, _, tops, begins, losses, ones, _ = places
+    (_, _, count, bits, _), (names, share, _, added, stride, highest) = stored, tables
+    sums, gap, kept, rows, _, tops, scales, firsts, losses, _, ones, _ = places
     marked, size = array_at(np.uint8, ones, BLOCK), count * 8 // bits << bits
     marked[:] = 1
+    before = 0
     while True:
-        if not added:
+        if SHUFFLES > 0 and bits == 4:
             make_losses(
                 array_at(np.uint8, names, share * size), array_at(np.int16, tops, share),
-                (share, size >> bits, 1 << bits), limit, array_at(np.uint8, losses, share * size),
-                array_at(np.uint8, begins, share),
+                array_at(np.int16, highest, share), (share, size >> bits, 1 << bits), limit,
+                array_at(np.uint8, losses, share * size), array_at(np.uint16, scales, share),
+                array_at(np.uint8, firsts, share),
             )  # fmt: skip
         listed = _list(stored, tables, tail, total, limit, most, places)
         if listed < 0:
             return listed, 0
-        if listed >= more or limit == ALL:
-            wide = (listed + BLOCK - 1) // BLOCK * BLOCK
-            for first in range(0, wide, BLOCK):
-                _sum(kept + first, most, count, bits, tables, sums + 2 * first, 2 * most, ones)
-            if added:
-                add_to_listed(sums, 2 * most, share, added, stride, rows, listed)
-            nearest(sums, 2 * most, share, tops, gap, wide)
-            below = array_at(np.int16, gap, wide)
-            below[listed:] = NONE
-            last = _smallest(gap, wide, more)
-            if last <= limit:
-                return wide, last
-        limit = min(2 * limit + 16, ALL)
+        wide = (listed + BLOCK - 1) // BLOCK * BLOCK
+        for first in range(0, wide, BLOCK):
+            _sum(kept + first, most, count, bits, tables, sums + 2 * first, 2 * most, ones)
+        if added:
+            add_to_listed(sums, 2 * most, share, added, stride, rows, listed)
+        nearest(sums, 2 * most, share, tops, gap, wide)
+        below = array_at(np.int16, gap, wide)
+        below[listed:] = NONE
+        last = _smallest(gap, wide, more)
+        if last <= limit or limit == ALL:
+            return wide, last
+        there, doubling = count_within(gap, wide, np.int16(limit)), limit + 16
+        if there == before:  # perhaps no more rows are valid
+            doubling *= 4
+        elif there >= FEW:  # they become twice as many by about as much as the last time
+            doubling = limit - _smallest(gap, wide, there // 2)
+        limit = min(limit + 1 + int(doubling * np.log2(MARGIN * more / max(there, more / 2))), ALL)
+        before = there
 
 
 @njit
@@ -213,7 +228,7 @@ def _vote(places, step, count, last, unit, share, wanted):
     """Move the names of the best of `count` rows, in whole blocks, to the front of rows, and return how many; see
     `choose`. places: of `choose_rows`, where the heads' factors `[G]` float32 take the place of tops; step: rows from a
     query head's sums and weights to the next's."""
-    sums, gap, _, rows, weighed, factors_at, _, _, _, _ = places
+    sums, gap, _, rows, weighed, factors_at = places[:6]
     factors, least = array_at(np.float32, factors_at, share), np.float32(np.inf)
     for g in range(share):
         top = highest_sum(sums + 2 * step * g, gap, np.int16(last), count)
@@ -227,21 +242,33 @@ def _vote(places, step, count, last, unit, share, wanted):
 
 
 def room(share, count, bits, sampled, most):
-    """Places of what `choose_rows` works in, from one address on: `sums`, gap, kept, rows, weights, tops, begins,
-    losses, ones, and room for `_list`; and its bytes in all."""
+    """Places of what `choose_rows` works in, from one address on: `sums`, gap, kept, rows, weights, tops, scales,
+    firsts, losses, begins, ones, and room for `_list`; and its bytes in all."""
     gap = 2 * share * max(sampled, most)
     kept = gap + 2 * max(sampled, most)
     rows = kept + count * most
     weighed = rows + 4 * most
     tops = weighed + 4 * share * most
-    begins = tops + 4 * share  # where factors come later
-    losses = begins + share
-    ones = losses + share * (count * 8 // bits << bits)
+    scales = tops + 4 * share  # where factors come later
+    firsts = scales + 2 * share
+    losses = firsts + share
+    begins = losses + share * (count * 8 // bits << bits)
+    ones = begins + share * TILE
     work = ones + BLOCK
-    return gap, kept, rows, weighed, tops, begins, losses, ones, work, work + 16 + 2 * (share + 1) * BLOCK
+    end = work + 16 + 2 * (share + 1) * BLOCK
+    return gap, kept, rows, weighed, tops, scales, firsts, losses, begins, ones, work, end
 
 
 _room = njit(room)
+
+
+@njit
+def _places(arena, offsets):
+    gap, kept, rows, weighed, tops, scales, firsts, losses, begins, ones, work, _ = offsets
+    return (
+        arena, arena + gap, arena + kept, arena + rows, arena + weighed, arena + tops, arena + scales, arena + firsts,
+        arena + losses, arena + begins, arena + ones, arena + work,
+    )  # fmt: skip
 
 
 @njit
@@ -249,15 +276,14 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
     """Name the best rows of one KV head in `out` `[S]` int32, and return how many; -1 where `arena` has no room.
 
     stored: address of the codes, bytes from one of a row to the next, how many, bits, and address of what says which
-    rows are valid; tables: address of `[G,M,K]` uint8, G, address of what `pack` makes of them, and what `round_turned`
-    returned, the address 0 where nothing is added to sums; tail: address of the codes of the rows behind whole tiles
-    `[count,128]`, and behind these which are valid; unit: a step of a sum in units of log 2; arena: address of what
-    `room` says.
+    rows are valid; tables: address of `[G,M,K]` uint8, G, address of what `pack` makes of them, what `round_turned`
+    returned, the address 0 where nothing is added to sums, and the address of what it wrote; tail: address of the codes
+    of the rows behind whole tiles `[count,128]`, and behind these which are valid; unit: a step of a sum in units of
+    log 2; arena: address of what `room` says.
     """
     share, count, bits = tables[1], stored[2], stored[3]
-    gap, kept, rows, weighed, tops, begins, losses, ones, work, _ = _room(share, count, bits, sampled, most)
-    gap, kept, rows, weighed, tops = arena + gap, arena + kept, arena + rows, arena + weighed, arena + tops
-    places = arena, gap, kept, rows, weighed, tops, arena + begins, arena + losses, arena + ones, arena + work
+    places = _places(arena, _room(share, count, bits, sampled, most))
+    gap, rows, tops = places[1], places[3], places[5]
     threshold = _sample(stored, tables, tail, total, apart, unit, arena, gap, tops)
     needed = more / apart
     limit = _smallest(gap, threshold, int(np.ceil(needed + 2 * np.sqrt(needed) + 1)))

@@ -16,16 +16,18 @@ from sparseattn.kernels.product_codes.cpu_registers import (
     BYTES,
     COMPRESSES,
     LONG,
+    SHORT,
+    SHORTS,
     WIDTH,
     CodesAt,
     both_codes,
-    bytes_of,
     for_groups,
     load,
     long,
     looked_up,
     mask_of,
     moved,
+    shorts_of,
     store,
     table_at,
 )
@@ -44,9 +46,9 @@ def _losses(builder, heads, g, codes, tables, size, begins, least):
     for tile in range(0, TILE // WIDTH, TOGETHER):
         totals = [[cgutils.alloca_once(builder, BYTES) for _ in range(TOGETHER)] for _ in range(heads)]
         for head, own in enumerate(totals):
-            begin = bytes_of(builder, load(builder, builder.add(begins, builder.add(g, long(head))), BYTE))
-            for total in own:
-                builder.store(begin, total)
+            begin = builder.add(begins, builder.mul(builder.add(g, long(head)), long(TILE)))
+            for part, total in enumerate(own):
+                builder.store(load(builder, moved(builder, begin, (tile + part) * WIDTH), BYTES), total)
         first = builder.add(tables, builder.mul(g, size))
         with cgutils.for_range(builder, codes.count) as loop:
             at = moved(builder, builder.add(codes.at, builder.mul(loop.index, codes.step)), tile * WIDTH)
@@ -72,7 +74,7 @@ def possible(typing, codes, step, count, tables, size, begins, share, valid, mar
     """At `marks` two numbers of 64 bits, a bit for each of 128 rows that `valid`, as many bytes, does not exclude, and
     whose sum of 8-bit tables added to what it begins with is below 255 for one of `share` query heads.
 
-    begins: a byte for each query head; all else as `cpu_sums.sum_block` has it.
+    begins: a byte for each row, 128 of a query head; all else as `cpu_sums.sum_block` has it.
     """
 
     def code(context, builder, signature, arguments):
@@ -97,6 +99,35 @@ def possible(typing, codes, step, count, tables, size, begins, share, valid, mar
         return context.get_dummy_value()
 
     return types.void(*[place] * 9), code
+
+
+@intrinsic
+def begin_sums(typing, added, head_step, share, highest, scales, firsts, begins):
+    """Write what sums of losses begin with for each of 128 rows and each query head, `[G,128]` uint8, by what is added
+    to rows' sums, int16: how far that is below the head's highest `[G]` int16, times the head's `scales` `[G]` uint16,
+    a fraction of 16 bits, and rounded down, and the head's `firsts` `[G]` uint8. All are addresses but `head_step`,
+    bytes from a query head's rows to the next's."""
+
+    def code(context, builder, signature, arguments):
+        added_, head_step_, share_, highest_, scales_, firsts_, begins_ = arguments
+        few = WIDTH // 2
+        some, words = ir.VectorType(BYTE, few), ir.VectorType(WORD, few)
+        with cgutils.for_range(builder, share_) as loop:
+            short = builder.shl(loop.index, long(1))
+            top = shorts_of(builder, load(builder, builder.add(highest_, short), SHORT))
+            scale = builder.zext(shorts_of(builder, load(builder, builder.add(scales_, short), SHORT)), words)
+            first = splat(builder, load(builder, builder.add(firsts_, loop.index), BYTE), some)
+            own = builder.add(added_, builder.mul(loop.index, head_step_))
+            to = builder.add(begins_, builder.mul(loop.index, long(TILE)))
+            for at in range(0, TILE, few):
+                below = builder.sub(top, load(builder, moved(builder, own, 2 * at), SHORTS))
+                scaled = builder.lshr(builder.mul(builder.zext(below, words), scale), every(words, 16))
+                most = _fewer(builder, builder.trunc(scaled, SHORTS), every(SHORTS, ABOVE))
+                sums = call(builder, f"llvm.uadd.sat.v{few}i8", some, builder.trunc(most, some), first)
+                store(builder, sums, moved(builder, to, at))
+        return context.get_dummy_value()
+
+    return types.void(*[place] * 7), code
 
 
 @intrinsic

@@ -64,12 +64,6 @@ def shorts_of(builder, number):
     return builder.shuffle_vector(first, none, every(ir.VectorType(WORD, SHORTS.count), 0))
 
 
-def bytes_of(builder, number):
-    none = ir.Constant(BYTES, ir.Undefined)
-    first = builder.insert_element(none, number, ir.Constant(WORD, 0))
-    return builder.shuffle_vector(first, none, every(ir.VectorType(WORD, WIDTH), 0))
-
-
 def both_codes(builder, at):
     """Of a register's rows the codes in the low bits of the bytes at `at`, and those in the high bits."""
     both, mask = load(builder, at, BYTES), every(BYTES, 15)

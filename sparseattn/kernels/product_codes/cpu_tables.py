@@ -65,23 +65,25 @@ def round_tables(tables, names, shortest):
 
 
 @njit
-def make_losses(names, tops, shape, limit, losses, begins):
+def make_losses(names, tops, highest, shape, limit, losses, scales, firsts):
     """Write how far codes are below the best code of their subspace, `losses` uint8, and what their sums begin with,
-    `begins` `[G]` uint8, so that sums reach 255 for no row that is `limit` at most below `tops` `[G]` int16.
+    `firsts` `[G]` uint8, so that sums reach 255 for no row that is `limit` at most below `tops` `[G]` int16.
 
-    names: as losses flat of `[G,M,K]` uint8; shape: G, M, K. A row that is not farther below has a sum of losses of
-    `far` at most. Where that is more than 254, losses are taken times 254 / far and rounded down, which makes no sum of
-    them larger than 254.
+    names: as losses flat of `[G,M,K]` uint8; highest: `[G]` int16, the most that is added to a row's sum; shape: G, M,
+    K. A row that is not farther below has a sum of losses of `far` at most, with how far what is added to it is below
+    the highest. Where that is more than 254, losses are taken times 254 / far and rounded down, which makes no sum of
+    them larger than 254. So is what is added, times `scales` `[G]` uint16, fractions of 16 bits.
     """
     share, subspaces, entries = shape
     for g in range(share):
-        far, first = limit - np.int64(tops[g]), g * subspaces * entries
+        far, first = limit - np.int64(tops[g]) + np.int64(highest[g]), g * subspaces * entries
         for m in range(subspaces):
             at = first + m * entries
             far += names[at : at + entries].max()
-        begins[g] = 255 if far < 0 else max(FULL - far, 0)
+        firsts[g] = 255 if far < 0 else max(FULL - far, 0)
         # A little less than the ratio, as float32 may round a product up.
         by = np.float32(FULL / far * (1 - 1e-6)) if far > FULL else np.float32(1)
+        scales[g] = np.uint16(by * np.float32(65_535))
         for m in range(subspaces):
             at = first + m * entries
             top = np.int32(names[at : at + entries].max())

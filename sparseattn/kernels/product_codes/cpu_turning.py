@@ -1,8 +1,9 @@
 """What a key that is turned to each row's position adds to rows' sums, in compiled code, see `codes.Turning`.
 
-A rotation by a position is one by that of the middle of a block of `VECTORS` positions and one by what is left, so that
-products with a block's positions are sums of products with the same numbers (as in `Rope.products_below`). Pairs that
-turn little within a block are taken together, as a polynomial of the position.
+A rotation by a position is one by that of the middle of a block of positions and one by what is left, so that products
+with a block's positions are sums of products with the same numbers (as in `Rope.products_below`). What cosines count
+for is alike on both sides of the middle, and what sines count for is the opposite, so that each is summed for half a
+block. Pairs that turn little within a block are taken together, see `cpu_angles`.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
@@ -10,98 +11,48 @@ turn little within a block are taken together, as a polynomial of the position.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from torch import Tensor
 
 from sparseattn.kernels.numba_cache import njit
-from sparseattn.kernels.numba_centroids import OUTPUTS, VECTORS, multiply
+from sparseattn.kernels.numba_centroids import OUTPUTS as ROWS
+from sparseattn.kernels.numba_centroids import VECTORS, multiply
 from sparseattn.kernels.numba_rows import FAST, array_at
-from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, call, every, place_in, times_plus
-from sparseattn.kernels.product_codes.codes import Turning
+from sparseattn.kernels.numba_vectors import (
+    FLOAT,
+    FLOATS,
+    LANES,
+    WORDS,
+    call,
+    every,
+    larger,
+    place_in,
+    splat,
+    times_plus,
+)
+from sparseattn.kernels.product_codes.cpu_angles import (
+    AT_ONCE,
+    COLUMNS,
+    HALF,
+    NUMBERS,
+    OUTPUTS,
+    STRIPES,
+    TERMS,
+    TOGETHER,
+    WIDE,
+)
 
-NONE_ADDED: Any = np.zeros(16, np.int64)
-TERMS = 6  # of the polynomial: with angles up to 1 it is off by a 720th of what its pairs add at most
-AT_ONCE = 32  # times `VECTORS` positions
-IRREGULAR = -(1 << 62)
+SHORTS = ir.VectorType(ir.IntType(16), LANES)
+BACKWARDS = ir.Constant(WORDS, list(reversed(range(LANES))))
 PADDED = 128  # rows that kernels may read behind the last
-
-
-@functools.lru_cache(maxsize=16)
-def _angles(frequencies: tuple[float, ...], blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `round_turned` reads of a RoPE whose pairs turn by these radians a position.
-
-    Pairs are in two lists, each filled up to whole registers, one at least: those that turn by more than 1 within half
-    a block, F in all, and the others, S in all.
-
-    Returns:
-        which pair is which, `[F + S]` int64, -1 for one that fills up; cosines and sines at the middle of each block,
-        `[blocks,2F + 2S]` float32; those of the first list at a block's positions, and behind these the powers of the
-        position, `[2F + TERMS,VECTORS]`; and what the others count for in each term, `[TERMS,S]`.
-    """
-    half, turns = VECTORS // 2, torch.tensor(frequencies)
-    order = turns.argsort(descending=True, stable=True)
-    quick = int((turns * half > 1).sum())
-    lists = []
-    for part in (order[:quick], order[quick:]):
-        fill = -len(part) % LANES if len(part) else LANES
-        lists.append(torch.nn.functional.pad(part, (0, fill), value=-1))
-    first, second = (turns[part.clamp(min=0)] for part in lists)
-    middle, apart = torch.arange(half, blocks * VECTORS, VECTORS).float(), torch.arange(VECTORS).float() - half
-    angles = [middle[:, None] * first, middle[:, None] * second]
-    far = torch.cat([part for angle in angles for part in (angle.cos(), angle.sin())], 1)
-    power, within = torch.arange(TERMS), apart[:, None] * first
-    powers = (apart[:, None] / half) ** power / power.clamp(min=1).cumprod(0)
-    near = torch.cat([within.cos(), within.sin(), powers], 1).mT
-    signs = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
-    slow = signs[:, None] * (second * half) ** power[:, None]
-    return torch.cat(lists), far.contiguous(), near.contiguous(), slow.contiguous()
-
-
-def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return what `round_turned` takes of it, int64, and tensors that must live as long."""
-    if turning is None:
-        return NONE_ADDED, ()
-    at, key, rope = turning.at.clamp(min=0), turning.key.float().contiguous(), turning.rope
-    last = int(at.max()) if at.numel() else 0
-    blocks = AT_ONCE * (last // (VECTORS * AT_ONCE) + 1)
-    # By value: each layer has a RoPE of its own.
-    order, far, near, slow = _angles(tuple(rope.inv_freq.tolist()), blocks)
-    begins = _begins(at)
-    # Whether there is one; addresses of keys, positions, first rows' positions, angles and a block's numbers; blocks,
-    # R, whether interleaved, H, D and rows; addresses of the order and of the terms; F and S.
-    numbers = np.array(
-        [
-            1, key.data_ptr(), at.data_ptr(), begins.data_ptr(), far.data_ptr(), near.data_ptr(), blocks, rope.rotated,
-            rope.interleaved, heads, size, at.shape[1], order.data_ptr(), slow.data_ptr(),
-            len(order) - slow.shape[1], slow.shape[1],
-        ],
-        np.int64,
-    )  # fmt: skip
-    return numbers, (key, at, begins, order, far, near, slow)
-
-
-def _begins(at: Tensor) -> Tensor:
-    """Return `[B]` int64, the position of row 0 where each row's is one more than the row's before, but for those at 0;
-    `IRREGULAR` where some are not. Of padding in front it is below 0."""
-    if not at.numel():
-        return torch.zeros(len(at), dtype=torch.int64)
-    places = torch.arange(at.shape[1])
-    first = at.long()[:, -1] - places[-1]
-    alike = ((first[:, None] + places).clamp(min=0) == at).all(1)
-    return torch.where(alike, first, IRREGULAR)
 
 
 def turning_room(share: int, rows: int, blocks: int) -> int:
     """Return the bytes that `round_turned` works in."""
-    return 2 * share * (VECTORS * blocks + PADDED + rows + PADDED)
+    return 2 * share * (WIDE * blocks + PADDED + rows + PADDED)
 
 
 @intrinsic
@@ -120,9 +71,7 @@ def _turn_block(typing, across, along, far, at, fast, few, slow, left, to):
 
         def turned(index, cosine, sine):
             u, v = (builder.load(place(name, index), align=4) for name in ("across", "along"))
-            cos, sin = (builder.load(place("far", where), align=4) for where in (cosine, sine))
-            back = builder.fneg(builder.fmul(u, sin))
-            return times_plus(builder, u, cos, builder.fmul(v, sin)), times_plus(builder, v, cos, back)
+            return _turned(builder, u, v, *(builder.load(place("far", where), align=4) for where in (cosine, sine)))
 
         step = ir.Constant(at_.type, LANES)
         with cgutils.for_range_slice(builder, ir.Constant(at_.type, 0), fast_, step, intp=at_.type) as (i, _):
@@ -153,19 +102,115 @@ def _turn_block(typing, across, along, far, at, fast, few, slow, left, to):
     return types.void(across, along, far, index, index, index, slow, left, index), code
 
 
+@intrinsic
+def _turn_pairs(typing, across, along, far, at, pairs, left, to, apart):
+    """Write the pairs' numbers of a block, what cosines count for to `left` from `to` on and what sines do `apart`
+    numbers on. across, along: `[pairs]`; far: cosines and sines from `at` on. All are float32."""
+
+    def code(context, builder, signature, arguments):
+        across_, along_, far_, at_, pairs_, left_, to_, apart_ = arguments
+        arrays = {"across": (across, across_), "along": (along, along_), "far": (far, far_)}
+
+        def read(name, index):
+            return builder.load(place_in(context, builder, *arrays[name], index, FLOATS), align=4)
+
+        step = ir.Constant(at_.type, LANES)
+        with cgutils.for_range_slice(builder, ir.Constant(at_.type, 0), pairs_, step, intp=at_.type) as (i, _):
+            cosine, first = builder.add(at_, i), builder.add(to_, i)
+            both = _turned(builder, read("across", i), read("along", i), read("far", cosine),
+                           read("far", builder.add(cosine, pairs_)))  # fmt: skip
+            for numbers, where in zip(both, (first, builder.add(first, apart_)), strict=True):
+                builder.store(numbers, place_in(context, builder, left, left_, where, FLOATS), align=4)
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(across, along, far, index, index, left, index, index), code
+
+
+def _turned(builder, u, v, cos, sin):
+    back = builder.fneg(builder.fmul(u, sin))
+    return times_plus(builder, u, cos, builder.fmul(v, sin)), times_plus(builder, v, cos, back)
+
+
+@intrinsic
+def _add_blocks(typing, left, apart, blocks, near, size, bias, out, to):
+    """Write the sums of blocks with `bias` added, 0 where they are less and rounded down, to `out`
+    `[OUTPUTS * blocks,WIDE]` int16 from `to` on. Return the largest one.
+
+    left: `[2,OUTPUTS * blocks,size]`, its second half from `apart` on; near: `[2,size,HALF]`: what is alike on both
+    sides of a block's middle, and what is the opposite. All are float32.
+    """
+
+    def code(context, builder, signature, arguments):
+        left_, apart_, blocks_, near_, size_, bias_, out_, to_ = arguments
+        index = size_.type
+        most = cgutils.alloca_once_value(builder, every(FLOATS, 0.0))
+        begin = splat(builder, bias_, FLOATS)
+        totals = [[[cgutils.alloca_once(builder, FLOATS) for _ in range(STRIPES)] for _ in range(2)]
+                  for _ in range(OUTPUTS)]  # fmt: skip
+        with cgutils.for_range(builder, blocks_) as block:
+            output, rows = builder.mul(block.index, ir.Constant(index, OUTPUTS)), []
+            for j, both in enumerate(totals):
+                row = builder.mul(builder.add(output, ir.Constant(index, j)), size_)
+                rows.append([place_in(context, builder, left, left_, at) for at in (row, builder.add(row, apart_))])
+                for mine, first in zip(both, (begin, every(FLOATS, 0.0)), strict=True):
+                    for total in mine:
+                        builder.store(first, total)
+            with cgutils.for_range(builder, size_) as loop:
+                first = builder.mul(loop.index, ir.Constant(index, HALF))
+                for side in range(2):
+                    vectors = []
+                    for stripe in range(STRIPES):
+                        at = builder.add(first, ir.Constant(index, stripe * LANES))
+                        if side:
+                            at = builder.add(at, builder.mul(size_, ir.Constant(index, HALF)))
+                        vectors.append(builder.load(place_in(context, builder, near, near_, at, FLOATS), align=4))
+                    for row, both in zip(rows, totals, strict=True):
+                        x = splat(builder, builder.load(builder.gep(row[side], [loop.index])), FLOATS)
+                        for vector, total in zip(vectors, both[side], strict=True):
+                            builder.store(times_plus(builder, x, vector, builder.load(total)), total)
+            for j, (alike, apart_of) in enumerate(totals):
+                at = builder.mul(builder.add(output, ir.Constant(index, j)), ir.Constant(index, WIDE))
+                at = builder.add(at, to_)
+                for stripe in range(STRIPES):
+                    x, y = builder.load(alike[stripe]), builder.load(apart_of[stripe])
+                    behind, ahead = HALF + stripe * LANES, HALF - (stripe + 1) * LANES
+                    for steps, place in ((builder.fadd(x, y), behind), (builder.fsub(x, y), ahead)):
+                        steps = larger(builder, steps, every(FLOATS, 0.0))
+                        builder.store(larger(builder, steps, builder.load(most)), most)
+                        words = builder.fptosi(steps, WORDS)
+                        if place == ahead:
+                            words = builder.shuffle_vector(words, words, BACKWARDS)
+                        where = builder.add(at, ir.Constant(index, place))
+                        short = builder.trunc(words, SHORTS)
+                        builder.store(short, place_in(context, builder, out, out_, where, SHORTS), align=2)
+        return call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", FLOAT, builder.load(most))
+
+    index = types.intp
+    return types.float32(left, index, index, near, index, types.float32, out, index), code
+
+
+@njit
+def _column(number):
+    """Return where `multiply` writes a term, by its number among those of all blocks."""
+    if VECTORS == COLUMNS:
+        return number
+    row, column = number // COLUMNS, number % COLUMNS
+    return (column // VECTORS * TOGETHER + row) * VECTORS + column % VECTORS
+
+
 @njit
 def meet_queries(numbers, which, query, share, met):
     """Write what cosine and sine of each pair's angle count for in the products of a KV head's queries `[G*D]` float32
-    with its key to `met` `[2,G,F + S]`, what does not turn and the least that products can be to `[2,G]` behind these.
-    Return how far apart the least and the largest are, at the head where that is most."""
-    wide, interleaved, size, both = numbers[7], numbers[8], numbers[10], numbers[14] + numbers[15]
-    key = array_at(np.float32, numbers[1] + 4 * which * size, size)
-    order, half, most = array_at(np.int64, numbers[12], both), wide // 2, np.float32(0)
+    with its key to `met` `[2,G,F + M + S]`, and behind these, `[G]`, how far from 0 they can be, but for what does not
+    turn. Return how far apart the least and the largest are, at the head where that is most."""
+    order_at, key_at, wide, interleaved, _, size = numbers[8:14]
+    both = numbers[17] + numbers[18] + numbers[19]
+    key = array_at(np.float32, key_at + 4 * which * size, size)
+    order, half, most = array_at(np.int64, order_at, both), wide // 2, np.float32(0)
     met[:] = 0
     for g in range(share):
-        still, reach = np.float32(0), np.float32(0)
-        for d in range(wide, size):
-            still += query[g * size + d] * key[d]
+        reach = np.float32(0)
         for i in range(both):
             pair = order[i]
             if pair < 0:
@@ -176,45 +221,59 @@ def meet_queries(numbers, which, query, share, met):
             across, along = a * c + b * d, b * c - a * d
             met[g * both + i], met[(share + g) * both + i] = across, along
             reach += np.sqrt(across * across + along * along)
-        met[2 * share * both + g], met[2 * share * both + share + g] = still, still - reach
+        met[2 * share * both + g] = reach
         most = max(most, 2 * reach)
     return most
 
 
-@njit(fastmath=set(FAST))
-def _round(numbers, low, unit, out):
-    """Write how many steps `numbers` are above `low`, to the nearest one; unit: steps in 1."""
-    for n in range(len(numbers)):
-        steps = (numbers[n] - low) * unit + np.float32(0.5)  # the polynomial may be a little below the least
-        out[n] = np.int16(steps if steps > 0 else np.float32(0))
+@njit
+def room_of_met(numbers, share):
+    """Return how many numbers `meet_queries` writes."""
+    return 2 * share * (numbers[17] + numbers[18] + numbers[19]) + share
 
 
 @njit
-def round_turned(numbers, which, share, met, step, arena):
+def round_turned(numbers, which, share, met, step, arena, highest):
     """Write the products of a KV head's queries with its key, turned to each row's position, as int16 in whole steps
-    from the least that they can be; met: what `meet_queries` has written. Return the address of the first row's, and
-    how many numbers on the next query head's are."""
-    sequence, rows, blocks = which // numbers[9], numbers[11], numbers[6]
-    fast, few = numbers[14], numbers[15]
-    inner, both, stride = 2 * fast + TERMS, fast + few, blocks * VECTORS + PADDED
-    far, near = array_at(np.float32, numbers[4], blocks * 2 * both), array_at(np.float32, numbers[5], inner * VECTORS)
-    slow, whole = array_at(np.float32, numbers[13], TERMS * few), array_at(np.int16, arena, share * stride)
-    left, rest = np.empty(AT_ONCE * inner, np.float32), np.empty(AT_ONCE, np.float32)
-    found, unit = np.empty(AT_ONCE * VECTORS, np.float32), np.float32(1) / step if step > 0 else np.float32(1)
+    from the least that they can be, and the largest of each query head to `highest` `[G]` int16; met: what
+    `meet_queries` has written. Return the address of the first row's, and how many numbers on the next query head's
+    are."""
+    (at_at, begins_at, far_at, near_at, wide_far_at, wide_near_at, slow_at, _, _, _, _, heads, _, rows, blocks, pairs,
+     filled, middling, slowest) = numbers[1:NUMBERS]  # fmt: skip
+    both, few, inner, stride = filled + middling + slowest, TERMS // 2, 2 * middling + TERMS, blocks * WIDE + PADDED
+    size, apart = pairs + few, AT_ONCE * (pairs + few) + LANES
+    far, near = array_at(np.float32, far_at, blocks * 2 * filled), array_at(np.float32, near_at, 2 * size * HALF)
+    wide_far = array_at(np.float32, wide_far_at, blocks // TOGETHER * 2 * (middling + slowest))
+    slow, whole = array_at(np.float32, slow_at, TERMS * slowest), array_at(np.int16, arena, share * stride)
+    wide_left, none = np.empty(TOGETHER * inner, np.float32), np.zeros(TOGETHER, np.float32)
+    left, terms = np.empty(2 * apart, np.float32), np.empty(TOGETHER * COLUMNS, np.float32)
+    met[:] *= np.float32(1) / step if step > 0 else np.float32(0)
     for g in range(share):
         u, v = met[g * both : (g + 1) * both], met[(share + g) * both : (share + g + 1) * both]
-        rest[:], low = met[2 * share * both + g], met[2 * share * both + share + g]
+        slow_u, slow_v = u[filled:], v[filled:]
+        reach, top = met[2 * share * both + g] + np.float32(0.5), np.float32(0)
         for block in range(0, blocks, AT_ONCE):
+            for n in range(TOGETHER):
+                first = (block // TOGETHER + n) * 2 * (middling + slowest)
+                _turn_block(slow_u, slow_v, wide_far, first, middling, slowest, slow, wide_left, n * inner)
+            for part in range(COLUMNS // VECTORS):
+                own = array_at(np.float32, wide_near_at + 4 * part * inner * VECTORS, inner * VECTORS)
+                multiply(wide_left, none, TOGETHER // ROWS, own, inner, terms[part * TOGETHER * VECTORS :])
             for n in range(AT_ONCE):
-                _turn_block(u, v, far, (block + n) * 2 * both, fast, few, slow, left, n * inner)
-            multiply(left, rest, AT_ONCE // OUTPUTS, near, inner, found)
-            at = g * stride + block * VECTORS
-            _round(found, low, unit, whole[at : at + AT_ONCE * VECTORS])
+                at = n * size
+                _turn_pairs(u, v, far, (block + n) * 2 * filled, filled, left, at, apart)
+                for i in range(few):
+                    left[at + pairs + i] = terms[_column(n * TERMS + i)]
+                    left[apart + at + pairs + i] = terms[_column(n * TERMS + few + i)]
+            at = g * stride + block * WIDE
+            top = max(top, _add_blocks(left, apart, AT_ONCE // OUTPUTS, near, size, reach, whole, at))
+        highest[g] = np.int16(top)
         whole[(g + 1) * stride - PADDED : (g + 1) * stride] = 0
-    begin = array_at(np.int64, numbers[3] + 8 * sequence, 1)[0]
+    sequence = which // heads
+    begin = array_at(np.int64, begins_at + 8 * sequence, 1)[0]
     if begin >= 0:
         return arena + 2 * begin, stride
-    places = array_at(np.int32, numbers[2] + 4 * sequence * rows, rows)
+    places = array_at(np.int32, at_at + 4 * sequence * rows, rows)
     by_row, row_stride = array_at(np.int16, arena + 2 * share * stride, share * (rows + PADDED)), rows + PADDED
     for g in range(share):
         for n in range(rows):
