@@ -87,6 +87,16 @@ class Rope:
         """`x` with RoPE as it is so many positions later (`by`, as `rotate` takes positions): without `scaling`."""
         return self._turn(x, by, 1.0, 1)
 
+    def take_off(self, x: Tensor, vector: Tensor, positions: Tensor) -> None:
+        """Take from `x` `[...,T,D]` float32, in place, a vector `[...,D]` that is turned to each position as `turn`
+        does (`positions` as there): as x less the turned copies, without making these."""
+        cos, sin = self.cos_sin(positions, x.device)
+        a, b = (part[..., None, :] for part in self._pairs(vector).unbind(-1))
+        first, second = self._pairs(x).unbind(-1)
+        first.addcmul_(a, cos, value=-1).addcmul_(b, sin)
+        second.addcmul_(a, sin, value=-1).addcmul_(b, cos, value=-1)
+        x[..., self.rotated :] -= vector[..., None, self.rotated :]
+
     def cos_sin(
         self, positions: Tensor, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:

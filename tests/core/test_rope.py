@@ -68,6 +68,16 @@ def test_positions_broadcast() -> None:
         assert torch.equal(together[b], rope.rotate(x[b], positions[b]))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_turned_vector_is_taken_off_in_place(interleaved: bool) -> None:
+    rope = Rope(Rope.of(8).inv_freq, 1.37, interleaved)  # `turn` leaves the scaling out
+    x, vector = torch.randn(2, 3, 5, 12), torch.randn(2, 3, 12)
+    positions = torch.stack([torch.arange(5), torch.arange(5) + 7])[:, None]  # [B,1,T]
+    wanted = x - rope.turn(vector[:, :, None].expand_as(x), positions)
+    rope.take_off(x, vector, positions)
+    torch.testing.assert_close(x, wanted)
+
+
 def test_scores_depend_on_distance_alone() -> None:
     rope = Rope.of(64)
     q, k = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(2))
