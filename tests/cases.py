@@ -482,7 +482,11 @@ CASES = [
     Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("pqcache", lambda: PQCache(8), lambda: PQCache(8)),
     Case("querypq", lambda: QueryPQ(8, 8, share=1.0), lambda: QueryPQ(8, 8, share=1.0)),
-    Case("querypq-keys", lambda: QueryPQ(16, 4, "keys", group="each"), lambda: QueryPQ(16, 4, "keys", group="each")),
+    Case(
+        "querypq-keys",
+        lambda: QueryPQ(16, 4, "keys", group="each", mean="plain"),
+        lambda: QueryPQ(16, 4, "keys", group="each", mean="plain"),
+    ),
     Case(
         "querypq-additive",
         lambda: QueryPQ(5, 4, share=1.0, additive=True),
@@ -495,8 +499,8 @@ CASES = [
     ),
     Case(
         "querypq-rope",
-        lambda: with_rope(QueryPQ(8, 4, share=1.0, additive=True, mean="rope")),
-        lambda: with_rope(QueryPQ(8, 4, share=1.0, mean="rope")),
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, additive=True)),
+        lambda: with_rope(QueryPQ(8, 4, share=1.0)),
     ),
     Case("tailed-querypq", lambda: Tailed(QueryPQ(8, 8, share=1.0), 8), lambda: Tailed(QueryPQ(8, 8, share=1.0), 8)),
     Case(

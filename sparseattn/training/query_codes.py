@@ -69,7 +69,7 @@ class CodesRecipe:
 
     def selector(self) -> QueryPQ:
         """Return a selector of these subspaces and bits, which knows what fits a head."""
-        return QueryPQ(self.subspaces, self.bits, reach=self.reach, seed=self.seed, ahead=self.ahead)
+        return QueryPQ(self.subspaces, self.bits, reach=self.reach, seed=self.seed, ahead=self.ahead, mean="plain")
 
 
 def train_codes(

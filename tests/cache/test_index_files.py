@@ -309,7 +309,7 @@ WRONG = [
     (small_bridge, put("valid", (0, 0), False), "valid is not that of the rows shown"),
     (small_bridge, put("scores", (0, 0, 0, 9), torch.nan), "no numbers"),
     (small_bridge, put("direction", (0, 0, 0, 0), torch.inf), "direction has entries that are not finite"),
-    (small_codes, lambda s: s.pop("turn"), "where back, centre, centroids, codes, known, turn are wanted"),
+    (small_codes, lambda s: s.pop("turn"), "where at, back, centre, centroids, codes, known, root, turn are wanted"),
     (small_codes, lambda s: s.update(codes=s["codes"][..., :-1].contiguous()), r"codes is .*\[2, 2, 2, 127\], wanted"),
     (small_codes, put("centroids", (0, 0, 0, 0, 0), torch.inf), "centroids has entries that are not finite"),
     (small_codes, put("known", (1, 0), False), "known is not that of the rows shown"),

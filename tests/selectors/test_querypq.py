@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparseattn import KVCache, Mass, QueryPQ, evaluate, make_selector
+from sparseattn import KVCache, Mass, QueryPQ, TwoStage, evaluate, make_selector
 from sparseattn.core.context import LayerContext
 from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import Shape, step_cost
@@ -77,7 +77,8 @@ def test_bytes_are_the_codes_of_every_row_and_what_a_query_is_turned_by() -> Non
         cache.append(keys.bfloat16(), values.bfloat16(), query.bfloat16())
         cache.seal()
         found = cache.select(query[:, :, :, -1].bfloat16(), 16)
-        assert found.scan_bytes.tolist() == [[320 * row + 2 * 64 * (centroids + 64) + 4 * 64] * 2]
+        # Two KV heads share a row's position, and there are two means.
+        assert found.scan_bytes.tolist() == [[320 * (row + 2) + 2 * 64 * (centroids + 64) + 8 * 64] * 2]
 
 
 def test_sums_of_centroids_are_nearer_to_keys_than_parts_are_at_equal_bytes() -> None:
@@ -119,7 +120,7 @@ def test_a_row_of_sums_ranks_by_the_query_times_the_sum() -> None:
     votes = logits.softmax(3).sum(2)
     read = votes.gather(2, found.rows.long()).sort(-1).values
     torch.testing.assert_close(read, votes.topk(16).values.sort(-1).values, rtol=2e-2, atol=1e-3)
-    assert found.scan_bytes.tolist() == [[320 * 3 + 2 * 64 * (5 * 16 + 64) + 4 * 64] * 2]
+    assert found.scan_bytes.tolist() == [[320 * (3 + 2) + 2 * 64 * (5 * 16 + 64) + 8 * 64] * 2]
 
 
 def roped(means: float = 3.0, tokens: int = 600) -> Trace:
@@ -151,7 +152,7 @@ def test_codes_without_the_mean_before_rope_find_more() -> None:
 def test_the_mean_before_rope_is_in_the_logits_and_its_bytes_are_counted(fixed: bool) -> None:
     layer = roped().layer(0)
     query, keys, values = layer.query[None].bfloat16(), layer.keys[None].bfloat16(), layer.values[None].bfloat16()
-    method = QueryPQ(24, share=1.0, mean="rope")
+    method = QueryPQ(24, share=1.0)
     method.bind(LayerContext(rope=layer.rope))
     cache = KVCache(method, sink=0, window=0, seal=50, fixed=fixed, capacity=700 if fixed else 0)
     for first in (0, 400):  # the last rows are coded with the books of the first
@@ -240,9 +241,9 @@ def test_codes_of_a_long_answer_are_as_good_as_the_prompts_if_the_rope_is_known(
     long = Trace.build([layer], at)
     without = Trace.build([replace(layer, rope=None)], at)
     found = {
-        (ahead, known): evaluate(trace, QueryPQ(share=1.0, ahead=ahead), 64, last=768, every=96, seal=64).mean(
-            "recovered"
-        )
+        (ahead, known): evaluate(
+            trace, QueryPQ(share=1.0, ahead=ahead, mean="plain"), 64, last=768, every=96, seal=64
+        ).mean("recovered")
         for ahead in (0, 1024)
         for known, trace in ((True, long), (False, without))
     }
@@ -314,6 +315,25 @@ def test_codes_rank_what_another_proposes(first: str, group: str) -> None:
     assert torch.equal(found.scan_bytes, proposed.scan_bytes + 8 * own + beside)
 
 
+def test_where_the_mean_before_rope_cannot_be_had_it_is_the_plain_one() -> None:
+    """As a second stage: it keeps what it was given as its name, and so do copies for a model's layers."""
+    query, keys, values = attention(1, 2, 3, 448, 64)
+    given = QueryPQ(16, share=1.0)
+    chosen = []
+    for second in (given, QueryPQ(16, share=1.0, mean="plain")):
+        method = TwoStage("quest:page=8", 2, second=second)
+        assert str(make_selector(str(method))) == str(method)
+        method = method.for_layer(LayerContext(3, rope=Rope.of(64)))
+        cache = KVCache(method, sink=0, window=0, seal=64)
+        cache.append(keys, values, query)
+        cache.seal()
+        assert not method.second.turning
+        assert not hasattr(method.second, "root")
+        chosen.append(cache.select(query[:, :, :, -1], 32).rows)
+    assert torch.equal(*chosen)
+    assert given.turning  # which is the caller's
+
+
 def test_what_cannot_be_a_second_stage_is_refused() -> None:
     for spec, message in (
         ("twostage:second=quest", "ranks listed rows by codes: querypq, or by bits, .* got quest"),
@@ -365,7 +385,8 @@ def test_its_step_costs_what_its_codes_take() -> None:
     shape = Shape(1, 8, 4, 128)
     four, eight = (step_cost(make_selector(f"querypq:{more}"), shape, 131_072, 2048) for more in ("bits=4", "bits=8"))
     lowbit = step_cost(make_selector("lowbit"), shape, 131_072, 2048)
-    assert four.scan_bytes == 8 * ((131_072 - 68) * 8 + 2 * 128 * (16 + 128) + 4 * 128)
+    # 8 bytes of codes, and one of the position that 8 KV heads share.
+    assert four.scan_bytes == 8 * ((131_072 - 68) * 9 + 2 * 128 * (16 + 128) + 8 * 128)
     assert eight.scan_bytes - four.scan_bytes == 8 * 2 * 128 * 240
     assert four.scan_bytes < lowbit.scan_bytes / 3
     assert four.rows == 2048 + 68
@@ -383,7 +404,10 @@ def test_what_querypq_refuses() -> None:
     for arguments, message in (
         ({"bits": 6}, "bits is one of 4, 8, got 6"),
         ({"metric": "own queries"}, "metric is one of own, keys, got 'own queries'"),
-        ({"subspaces": 256}, "subspaces is 128 or less, as sums of their tables have 16 bits, got 256"),
+        (
+            {"subspaces": 256},
+            "subspaces is 112 or less, or 128 with mean=plain, as sums of tables have 16 bits, got 256",
+        ),
         (
             {"additive": True, "artefact": "a.safetensors"},
             "codes with additive are the prompt's own: leave out artefact=a",
@@ -392,8 +416,8 @@ def test_what_querypq_refuses() -> None:
             {"mean": "rope", "artefact": "a.safetensors"},
             "codes with mean=rope are the prompt's own: leave out artefact=a",
         ),
-        ({"mean": "rope", "subspaces": 120}, "subspaces is 112 or less, as sums of their tables have 16 bits, got 120"),
-        ({"mean": "before"}, "mean is one of plain, rope, got 'before'"),
+        ({"mean": "plain", "subspaces": 129}, "subspaces is 128 or less, as sums of tables have 16 bits, got 129"),
+        ({"mean": "before"}, "mean is one of auto, plain, rope, got 'before'"),
         ({"reach": 2.0}, "reach is a power of weights, 0 to 1, got 2.0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -404,5 +428,5 @@ def test_what_querypq_refuses() -> None:
         ValueError, match="additive codes have 4,096 centroids at most, and 17 codes of 8 bits have 4,352"
     ):
         QueryPQ(17, 8, additive=True).check_shape(1, 1, 64)
-    with pytest.raises(ValueError, match="with mean=rope subspaces is 112 or less, got 128 of heads of size 1024"):
-        QueryPQ(mean="rope").check_shape(1, 1, 1024)
+    with pytest.raises(ValueError, match=r"subspaces is 112 or less, or 128 with mean=plain, .* got 128"):
+        QueryPQ().check_shape(1, 1, 1024)

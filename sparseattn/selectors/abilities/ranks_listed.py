@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 from torch import Tensor
 
 from sparseattn.core.step_cost import Launch
+
+Second = TypeVar("Second", bound="RanksListed")
 
 
 class RanksListed(ABC):
@@ -14,9 +17,10 @@ class RanksListed(ABC):
 
     group: str  # the vote of a query group
 
-    def why_not_second(self) -> str | None:
-        """Return what stands against it, of these settings, and what to give instead; None: nothing."""
-        return None
+    def as_second(self: Second) -> Second:
+        """Return it, or one without rows, in the form that a second stage has; ValueError says why these settings have
+        none, and what to give instead."""
+        return self
 
     @abstractmethod
     def stored_rows(self) -> int:

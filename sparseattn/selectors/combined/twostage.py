@@ -242,11 +242,9 @@ def _checked(second: Selector, others: tuple[int, int, str, int]) -> Selector:
         )
     if second.span > 1:
         raise ValueError(f"a second stage chooses single rows: give {second} page=1")
-    if why := second.why_not_second():
-        raise ValueError(why)
     if others not in ((2, 64, "softmax", 16), (2, 64, second.group, 16)):
         raise ValueError(f"bits, rows, group and scales are of a lowbit: leave them out, or second={second}")
-    return second
+    return second.as_second()
 
 
 def _moved(keys: Tensor, order: Tensor) -> Tensor:

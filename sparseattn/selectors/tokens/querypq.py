@@ -32,7 +32,7 @@ from sparseattn.selectors.tokens.product_base import ProductCoded
 from sparseattn.utils.hashing import stream, tensors_hash
 
 METRICS = ("own", "keys")
-MEANS = ("plain", "rope")
+MEANS = ("auto", "plain", "rope")
 MOST_ADDED = 4096  # centroids whose products with each other a seal makes
 PLACE = 4  # bytes of a row's position
 PART = 1 << 16  # rows whose means are taken off at a time
@@ -73,21 +73,22 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             number: codebooks have 4,096 centroids in all at most. That finds more at equal bytes. The codebooks take M
             times the room and longer to learn, and a seal makes the products of all centroids with each other. Not with
             `artefact`.
-        mean: which mean key a code leaves out. "plain" (default): that of keys as they are, one for all positions.
-            "rope": that of keys before RoPE, turned to each key's position, whose product with the query is added again
-            for each row. RoPE hides most of a mean, so codes then find much more. Not with `artefact`, nor as a
-            second stage. In a layer whose RoPE is not known it finds what "plain" finds.
+        mean: which mean key a code leaves out. "rope": that of keys before RoPE, turned to each key's position, whose
+            product with the query is added again for each row. RoPE hides most of a mean, so codes then find much more.
+            In a layer whose RoPE is not known it finds what "plain" finds. "plain": the mean of keys as they are, one
+            for all positions. "auto" (default): "rope", but "plain" with `artefact` and as a second stage, which have
+            no "rope".
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits, or with
-    `additive` `D * (M * 2^bits + D)`, and D of 32 bits, which a query reads beside the codes, and a map of keys,
-    `4 D^2` bytes, which it does not. With `mean="rope"` the KV heads share 4 bytes a row, its position, and each has
-    D numbers of 32 bits more.
+    `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query reads beside the codes, and a map of keys,
+    `4 D^2` bytes, which it does not. The KV heads share 4 bytes a row, its position. With the plain mean there is none,
+    and D numbers of 32 bits in place of 2 D.
 
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
-    `scan_bytes`: the codes of every row, with `mean="rope"` its position, which the KV heads share, and once per KV
-    head the centroids, the map of queries and the means.
+    `scan_bytes`: the codes of every row, its position, which the KV heads share, unless the mean is the plain one, and
+    once per KV head the centroids, the map of queries and the means.
     """
 
     learns_once = True
@@ -111,7 +112,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         artefact: str = PROMPT,
         page: int = 1,
         additive: bool = False,
-        mean: str = "plain",
+        mean: str = "auto",
     ) -> None:
         ProductCoded.__init__(self, subspaces, bits, sample, seed, group)
         if page < 1 or page & (page - 1):
@@ -121,13 +122,12 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         check_least(ahead=(ahead, 0))
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
-        most = MOST if mean == "plain" else MOST_BESIDE
-        if subspaces > most:
-            raise ValueError(f"subspaces is {most} or less, as sums of their tables have 16 bits, got {subspaces}")
-        if not 0 <= reach <= 1:
-            raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
         if mean not in MEANS:
             raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
+        self.turning = mean == "rope" or (mean == "auto" and artefact == PROMPT)
+        self._check_subspaces(subspaces)
+        if not 0 <= reach <= 1:
+            raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
         for name, given in (("additive", additive), ("mean=rope", mean == "rope")):
             if given and artefact != PROMPT:
                 raise ValueError(f"codes with {name} are the prompt's own: leave out artefact={artefact} or {name}")
@@ -138,11 +138,17 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
         self.turn = RowBuffer(2)  # [B,H,D,D] float32, of keys
         self.back = RowBuffer(2)  # [B,H,D,D] of 16 bits, of queries
-        if mean == "rope":
+        if self.turning:
             self.by_row = (*self.by_row, "at")
             self.at = RowBuffer(1, spare=-1)  # [B,N] int32, positions of rows
             self.root = RowBuffer(2)  # [B,H,D] float32, the mean key before RoPE
         self.read_from(artefact)
+
+    def _check_subspaces(self, subspaces: int) -> None:
+        most = MOST_BESIDE if self.turning else MOST
+        if subspaces > most:
+            plain = f", or {MOST} with mean=plain" if self.turning else ""
+            raise ValueError(f"subspaces is {most} or less{plain}, as sums of tables have 16 bits, got {subspaces}")
 
     def subspaces_of(self, size: int) -> int:
         if self.additive:
@@ -155,17 +161,11 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        if (
-            (self.ahead or self.mean == "rope")
-            and self.artefact == PROMPT
-            and (rope := self.layer_context.rope) is not None
-        ):
+        needed = self.artefact == PROMPT and (self.ahead or self.turning)
+        if needed and (rope := self.layer_context.rope) is not None:
             rope.check_size(size)
         subspaces = self.subspaces_of(size)
-        if self.mean == "rope" and subspaces > MOST_BESIDE:
-            raise ValueError(
-                f"with mean=rope subspaces is {MOST_BESIDE} or less, got {subspaces} of heads of size {size}"
-            )
+        self._check_subspaces(subspaces)
         if self.additive and subspaces << self.bits > MOST_ADDED:
             raise ValueError(
                 f"additive codes have {MOST_ADDED:,} centroids at most, and {subspaces} codes of {self.bits} bits have "
@@ -184,7 +184,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         given = super().index_arguments()
         if self.artefact == PROMPT:
             rope = self.layer_context.rope
-            known = rope is not None and (self.ahead or self.mean == "rope")
+            known = rope is not None and (self.ahead or self.turning)
             moved = (tensors_hash({"inv_freq": rope.inv_freq}), rope.interleaved) if rope and known else None
             return given | {"scale": self.layer_context.scale, "rope": moved}
         del given["artefact"]  # whose other layers do not count
@@ -203,12 +203,12 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             "back": (kind, square),
             "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, channels)),
         }
-        if self.mean == "rope":
+        if self.turning:
             wanted |= {"at": (torch.int32, (batch, count)), "root": (torch.float32, (batch, heads, size))}
         check_tensors(state, wanted)
-        check_finite(state, "centre", "turn", "back", "centroids", *(["root"] if self.mean == "rope" else []))
+        check_finite(state, "centre", "turn", "back", "centroids", *(["root"] if self.turning else []))
         check_equal(state, "known", (rows.positions >= 0).any(1, keepdim=True).cpu())
-        if self.mean == "rope":
+        if self.turning:
             check_equal(state, "at", rows.positions.int().cpu())
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
@@ -238,9 +238,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         queries: Iterable[Tensor] | None = given
         rope, first = self.layer_context.rope, int(rows.positions[0].max()) + 1
         kept = {}
-        if self.mean == "rope":
+        if self.turning:
             kept["root"] = self._root(sample, places)
-            sample = sample - self._means(kept["root"], places)
+            sample = self._without(kept["root"], sample, places)
         if self.ahead and rope is not None:
             sample = half_moved_ahead(sample, places, first, self.ahead, rope, stream(self.seed, "keys ahead"))
             if given is not None:
@@ -254,34 +254,42 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         rope = self.layer_context.rope
         return torch.zeros_like(keys[:, 0]) if rope is None else rope.turn(keys, -at).mean(1)
 
-    def _means(self, root: Tensor, at: Tensor) -> Tensor:
-        """Return `root` `[...,D]` turned to the positions `at` `[n]`: `[...,n,D]`; 0 where RoPE is not known."""
-        rope, means = self.layer_context.rope, root[..., None, :].expand(*root.shape[:-1], at.shape[-1], -1)
-        return means if rope is None else rope.turn(means, at)
+    def _without(self, root: Tensor, keys: Tensor, at: Tensor) -> Tensor:
+        """Return keys `[...,n,D]` less `root` `[...,D]` turned to their positions `at`, float32."""
+        left, rope = keys.to(torch.float32, copy=True), self.layer_context.rope
+        if rope is not None:
+            rope.take_off(left, root, at)
+        return left
 
     def append(self, rows: Rows) -> None:
         self._ranked = None  # storage may be replaced
         self.learn(rows)
-        if self.mean == "plain":
+        if not self.turning:
             self.extend(rows.keys)
             return
         self.at.append(rows.positions.int())
         for keys, at in zip(rows.keys.split(PART, 2), rows.positions.split(PART, 1), strict=True):
-            self.extend(keys.float() - self._means(self.root.data, at.clamp(min=0)[:, None]))
+            self.extend(self._without(self.root.data, keys, at.clamp(min=0)[:, None]))
 
     def beside(self) -> Turning | None:
         """Return what rows have beside their codes: the mean key before RoPE, where it is known and left out."""
-        if self.mean == "plain" or self.layer_context.rope is None:
+        if not self.turning or self.layer_context.rope is None:
             return None
         root = self.root.visible
         return Turning(self._rope_on(root.device), root, self.at.visible)
 
     # -- as the second of two stages -----------------------------------------------------------------------------------
 
-    def why_not_second(self) -> str | None:
-        if self.mean == "plain":
-            return None
-        return f"a second stage is shown keys without their positions: give {self} mean=plain"
+    def as_second(self) -> QueryPQ:
+        if self.mean == "rope":
+            raise ValueError(f"a second stage is shown keys without their positions: give {self} mean=plain")
+        if not self.turning:
+            return self
+        plain = self.for_layer(self.layer_context)
+        plain.turning = False
+        plain.by_row = type(self).by_row
+        del plain.at, plain.root
+        return plain
 
     def stored_rows(self) -> int:
         return self.codes.rows
@@ -391,13 +399,13 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         row = self.names(query.shape[3])[0]
-        if self.mean == "rope":
+        if self.turning:
             row += -(-PLACE // query.shape[1])  # which the KV heads share
         return row, self._once(query.shape[3])
 
     def _once(self, size: int) -> int:
         """Return the bytes of centroids, the map of queries and the means of a KV head."""
-        return 2 * self.names(size)[1] + 2 * size * size + 4 * size * (2 if self.mean == "rope" else 1)
+        return 2 * self.names(size)[1] + 2 * size * size + 4 * size * (2 if self.turning else 1)
 
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         launch, size = super().scoring(query, sealed), query.shape[3]
@@ -406,4 +414,4 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def _turning(self, query: Tensor, sealed: int) -> float:
         """Return the flops of products with the mean key before RoPE at so many positions."""
-        return 2.0 * query.numel() * sealed if self.mean == "rope" else 0.0
+        return 2.0 * query.numel() * sealed if self.turning else 0.0
