@@ -21,7 +21,7 @@ from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.trace import Trace
 
 NAME = "drift.json"
-SELECTORS = ("exact:group=softmax", "quest", "lowbit", "pq", "querypq:ahead=0", "querypq", "querypq:bits=8")
+SELECTORS = ("exact:group=softmax", "quest", "lowbit", "pq", "querypq:mean=plain", "querypq:ahead=0", "querypq")
 
 
 def measured(trace: Trace, spec: str, options: argparse.Namespace) -> list[dict[str, Any]]:

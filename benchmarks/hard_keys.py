@@ -33,7 +33,7 @@ SHORT = 2048  # tokens of a short prompt
 PARAGRAPH = 1500  # letters of the text that is repeated
 OUTLIER = 20  # standard deviations of the mean of an outlier channel
 ORDER = "exact:group=softmax"
-SELECTORS = (ORDER, "quest", "lowbit", "querypq:bits=8", "querypq", "querypq:subspaces=16", "querypq:metric=keys")
+SELECTORS = (ORDER, "quest", "lowbit", "querypq:mean=plain", "querypq", "querypq:subspaces=16", "querypq:additive=True")
 
 
 def texts(name: str, tokens: int, count: Any) -> dict[str, str]:
