@@ -142,6 +142,20 @@ def test_files_are_refused_where_they_do_not_belong(tmp_path: Path) -> None:
         load_index(Quest(), rows, tmp_path / "none")
 
 
+def test_codes_of_keys_less_another_mean_are_another_index(tmp_path: Path) -> None:
+    rows = shown()
+    of = {}
+    for mean in ("plain", "rope"):
+        (tmp_path / mean).mkdir()
+        of[mean] = written(QueryPQ(4, mean=mean), rows, tmp_path / mean)
+    for mean, other, said in (("auto", "plain", "rope"), ("rope", "plain", "rope"), ("plain", "rope", "plain")):
+        with pytest.raises(IndexFileError, match=f'built with .*"mean": "{other}".* would be .*"mean": "{said}"'):
+            load_index(QueryPQ(4, mean=mean), rows, of[other])
+    fresh = QueryPQ(4)
+    load_index(fresh, rows, of["rope"])
+    assert torch.equal(fresh.at.data, rows.positions.int())
+
+
 def test_damage_is_found(tmp_path: Path) -> None:
     rows = shown()
     path = written(RetrievalAttention(), rows, tmp_path)
@@ -258,6 +272,10 @@ def small_codes() -> Selector:
     return QueryPQ(4, sample=64)
 
 
+def plain_codes() -> Selector:
+    return QueryPQ(4, sample=64, mean="plain")
+
+
 def put(name: str, place: tuple, value: object):
     """Changes one entry of a tensor, of whatever dtype."""
 
@@ -309,7 +327,10 @@ WRONG = [
     (small_bridge, put("valid", (0, 0), False), "valid is not that of the rows shown"),
     (small_bridge, put("scores", (0, 0, 0, 9), torch.nan), "no numbers"),
     (small_bridge, put("direction", (0, 0, 0, 0), torch.inf), "direction has entries that are not finite"),
-    (small_codes, lambda s: s.pop("turn"), "where at, back, centre, centroids, codes, known, root, turn are wanted"),
+    (small_codes, lambda s: s.pop("turn"), "where at, back, centre, centroids, codes, known, root, turn are"),
+    (small_codes, put("at", (0, 5), 7), "at is not that of the rows shown"),
+    (small_codes, put("root", (0, 0, 0), torch.inf), "root has entries that are not finite"),
+    (plain_codes, lambda s: s.pop("turn"), "where back, centre, centroids, codes, known, turn are wanted"),
     (small_codes, lambda s: s.update(codes=s["codes"][..., :-1].contiguous()), r"codes is .*\[2, 2, 2, 127\], wanted"),
     (small_codes, put("centroids", (0, 0, 0, 0, 0), torch.inf), "centroids has entries that are not finite"),
     (small_codes, put("known", (1, 0), False), "known is not that of the rows shown"),

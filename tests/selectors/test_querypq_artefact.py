@@ -58,14 +58,18 @@ def parameters(cache: KVCache) -> dict[str, Tensor]:
 
 def test_coding_with_a_file_is_coding_with_the_same_books_learned_here(traces: list[Path], tmp_path: Path) -> None:
     trace, file = Trace.open(traces[0]), tmp_path / "own.safetensors"
-    own = filled(QueryPQ(4, share=1.0), trace)
+    own = filled(QueryPQ(4, share=1.0, mean="plain"), trace)
     Calibration("querypq", {1: parameters(own)}, ropes={1: trace.ropes[1]}).save(file)
     named = QueryPQ(4, artefact=str(file))
     assert not named.learns
+    assert not named.turning, "a file has no mean before RoPE"
+    assert str(named) == f"querypq:subspaces=4,artefact={file}"
     filed = filled(named, trace, queries=False)
     assert torch.equal(own.selector.codes.data, filed.selector.codes.data)
     query = trace.layer(1).query[None, :, :, -1]
-    assert torch.equal(own.select(query, 30).rows, filed.select(query, 30).rows)
+    chosen = [cache.select(query, 30) for cache in (own, filed)]
+    assert torch.equal(*(one.rows for one in chosen))
+    assert torch.equal(*(one.scan_bytes for one in chosen))
 
 
 def test_codes_that_look_ahead_hold_for_positions_behind_the_prompts(tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_one_prompt_of_which_all_is_taken_teaches_what_it_teaches_its_own_cache(
     file = tmp_path / "one.safetensors"
     train_codes(traces[:1], file, CodesRecipe(4, ahead=0), layers=[1])
     trace = Trace.open(traces[0])
-    own = parameters(filled(QueryPQ(4, sample=0, share=1.0, ahead=0), trace))
+    own = parameters(filled(QueryPQ(4, sample=0, share=1.0, ahead=0, mean="plain"), trace))
     found = parameters(filled(QueryPQ(4, artefact=str(file)), trace, queries=False))
     for name in NAMES:
         torch.testing.assert_close(found[name], own[name], rtol=1e-3, atol=1e-3)

@@ -73,9 +73,9 @@ METHODS = {
         "ours, over PQCache, 2407.12820, and A2ATS, 2502.12665",
         reads="the tokens whose product-quantised keys, in the metric of the queries, have the largest logits",
         faithful="product codes of keys, errors weighted by the queries' second moment",
-        departs="keys after RoPE are turned and balanced over the parts, from a sample of this prompt, half of which "
-        "gets the RoPE of positions to come",
-        scans="half a bit per channel of every row, and the map of queries",
+        departs="keys after RoPE, less their mean before it, are turned and balanced over the parts, from a sample of "
+        "this prompt, half of which gets the RoPE of positions to come",
+        scans="half a bit per channel of every row, its position, and the map of queries",
         builds="the queries' second moment, k-means, and each key's nearest centroids",
         needs="the prompt's queries, or a file; with `metric=keys` nothing",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, 
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
 from sparseattn.utils.hashing import stream, tensors_hash
+
+Self = TypeVar("Self", bound="QueryPQ")
 
 METRICS = ("own", "keys")
 MEANS = ("auto", "plain", "rope")
@@ -74,21 +76,21 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             times the room and longer to learn, and a seal makes the products of all centroids with each other. Not with
             `artefact`.
         mean: which mean key a code leaves out. "rope": that of keys before RoPE, turned to each key's position, whose
-            product with the query is added again for each row. RoPE hides most of a mean, so codes then find much more.
-            In a layer whose RoPE is not known it finds what "plain" finds. "plain": the mean of keys as they are, one
-            for all positions. "auto" (default): "rope", but "plain" with `artefact` and as a second stage, which have
-            no "rope".
+            product with the query is added again for each row. RoPE hides most of a mean, so codes then find much
+            more, and choosing in long contexts takes longer. Not with `artefact`, nor as a second stage. In a layer
+            whose RoPE is not known it finds what "plain" finds. "plain": that of keys as they are, one for all
+            positions. "auto" (default): "rope" where it can be had, "plain" with `artefact` and as a second stage.
 
-    An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits, or with
-    `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query reads beside the codes, and a map of keys,
-    `4 D^2` bytes, which it does not. The KV heads share 4 bytes a row, its position. With the plain mean there is none,
-    and D numbers of 32 bits in place of 2 D.
+    An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
+    `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
+    reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not. Where the mean is "plain" there are no
+    positions, and D numbers of 32 bits.
 
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
-    `scan_bytes`: the codes of every row, its position, which the KV heads share, unless the mean is the plain one, and
-    once per KV head the centroids, the map of queries and the means.
+    `scan_bytes`: the codes of every row and its position, which the KV heads share, and once per KV head the centroids,
+    the map of queries and the means. Where the mean is "plain" no positions are read.
     """
 
     learns_once = True
@@ -122,12 +124,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         check_least(ahead=(ahead, 0))
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
-        if mean not in MEANS:
-            raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
-        self.turning = mean == "rope" or (mean == "auto" and artefact == PROMPT)
-        self._check_subspaces(subspaces)
         if not 0 <= reach <= 1:
             raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
+        if mean not in MEANS:
+            raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
         for name, given in (("additive", additive), ("mean=rope", mean == "rope")):
             if given and artefact != PROMPT:
                 raise ValueError(f"codes with {name} are the prompt's own: leave out artefact={artefact} or {name}")
@@ -138,17 +138,28 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
         self.turn = RowBuffer(2)  # [B,H,D,D] float32, of keys
         self.back = RowBuffer(2)  # [B,H,D,D] of 16 bits, of queries
-        if self.turning:
+        if mean == "rope" or (mean == "auto" and artefact == PROMPT):
             self.by_row = (*self.by_row, "at")
             self.at = RowBuffer(1, spare=-1)  # [B,N] int32, positions of rows
             self.root = RowBuffer(2)  # [B,H,D] float32, the mean key before RoPE
+        self._check_most(subspaces)
         self.read_from(artefact)
 
-    def _check_subspaces(self, subspaces: int) -> None:
-        most = MOST_BESIDE if self.turning else MOST
-        if subspaces > most:
-            plain = f", or {MOST} with mean=plain" if self.turning else ""
-            raise ValueError(f"subspaces is {most} or less{plain}, as sums of tables have 16 bits, got {subspaces}")
+    @property
+    def turning(self) -> bool:
+        """Whether codes leave out the mean key before RoPE, so that rows have a position beside their codes."""
+        return "at" in self.by_row
+
+    def _check_most(self, subspaces: int, of: str = "") -> None:
+        """Refuse more subspaces than sums of their tables have room for: ValueError."""
+        why = f"as sums of their tables have 16 bits, got {subspaces}{of}"
+        if self.turning and subspaces > MOST_BESIDE:
+            raise ValueError(
+                f"subspaces is {MOST_BESIDE} or less with the mean key before RoPE, {why}: give mean=plain for up to "
+                f"{MOST}"
+            )
+        if subspaces > MOST:
+            raise ValueError(f"subspaces is {MOST} or less, {why}")
 
     def subspaces_of(self, size: int) -> int:
         if self.additive:
@@ -161,11 +172,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        needed = self.artefact == PROMPT and (self.ahead or self.turning)
-        if needed and (rope := self.layer_context.rope) is not None:
+        if (self.ahead or self.turning) and self.artefact == PROMPT and (rope := self.layer_context.rope) is not None:
             rope.check_size(size)
         subspaces = self.subspaces_of(size)
-        self._check_subspaces(subspaces)
+        self._check_most(subspaces, f" of heads of size {size}")
         if self.additive and subspaces << self.bits > MOST_ADDED:
             raise ValueError(
                 f"additive codes have {MOST_ADDED:,} centroids at most, and {subspaces} codes of {self.bits} bits have "
@@ -181,7 +191,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
                 )
 
     def index_arguments(self) -> dict[str, Any]:
-        given = super().index_arguments()
+        given = super().index_arguments() | {"mean": "rope" if self.turning else "plain"}
         if self.artefact == PROMPT:
             rope = self.layer_context.rope
             known = rope is not None and (self.ahead or self.turning)
@@ -280,14 +290,13 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     # -- as the second of two stages -----------------------------------------------------------------------------------
 
-    def as_second(self) -> QueryPQ:
+    def as_second(self: Self) -> Self:
         if self.mean == "rope":
             raise ValueError(f"a second stage is shown keys without their positions: give {self} mean=plain")
         if not self.turning:
             return self
-        plain = self.for_layer(self.layer_context)
-        plain.turning = False
-        plain.by_row = type(self).by_row
+        plain = self.for_layer(self.layer_context)  # what was given may serve elsewhere, in its own form
+        plain.by_row = type(plain).by_row
         del plain.at, plain.root
         return plain
 
