@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
-from sparseattn.kernels.product_codes import cpu_angles, dispatch, reference
+from sparseattn.kernels.product_codes import cpu_angles, cpu_registers, dispatch, reference
 from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, Turning, rounded
 
 
@@ -70,6 +73,7 @@ def test_centroids_of_all_channels_choose_as_the_reference_does(shape: tuple[int
         *((shape, shape[1] == 2, 1.0, "gaps") for shape in SHAPES[:4]),
         *((shape, False, 1.0, kind) for shape in SHAPES[:3] for kind in ("whole", "padded")),
         ((1, 2, 3, 8, 4, 20_000), True, 1.0, "whole"),
+        ((1, 2, 3, 8, 4, 5_000), False, 1.0, "far"),
         ((1, 1, 3, 8, 4, 7_000), False, 1.0, "padded"),
         *((shape, False, 1e4, "gaps") for shape in SHAPES[:3]),
     ],
@@ -89,11 +93,14 @@ def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_referen
     if ordered == "padded":  # in front, so that row 40 is at position 0
         keys = replace(keys, valid=(torch.arange(shape[-1]) >= 40).expand(batch, -1))
         at = torch.arange(shape[-1]).expand(batch, -1) - 40
-    elif ordered == "whole":
+    elif ordered != "gaps":
         keys = replace(keys, valid=torch.ones_like(keys.valid))
+        at = at + 50_000 * (ordered == "far")
     at = torch.where(keys.valid, at, -1).int()
-    assert bool((cpu_angles._begins(at.clamp(min=0)) >= 0).all()) == (ordered == "whole")
+    assert bool((cpu_angles._begins(at.clamp(min=0)) >= 0).all()) == (ordered in ("whole", "far"))
     turning = Turning(replace(rope, interleaved=interleaved), key, at)
+    worked_on = int(cpu_angles.turning_numbers(turning, heads, size)[0][cpu_angles.BLOCKS_AT]) * cpu_angles.WIDE
+    assert worked_on <= shape[-1] + 2 * 64 * cpu_angles.WIDE, "none far before the first row"
     # Of rows that weigh nothing beside the best any may be chosen, and the sample's rounding tells which two compete.
     counts = (1,) if much > 1 else (20, 100, 2500)
     check_choices(replace(tables, beside=turning), keys, "numba", counts)
@@ -109,8 +116,8 @@ def test_angles_of_fast_and_of_slow_pairs_alone_make_the_products(
     pytest.importorskip("numba")
     monkeypatch.setattr(cpu_angles, "HALF", half)
     monkeypatch.setattr(cpu_angles, "WIDE", 2 * half)
-    turns, blocks = Rope.of(size).inv_freq / slower, cpu_angles.AT_ONCE
-    angles = cpu_angles.angles_of.__wrapped__(tuple(turns.tolist()), blocks)
+    turns, first, blocks = Rope.of(size).inv_freq / slower, 3 * cpu_angles.TOGETHER, cpu_angles.AT_ONCE
+    angles = cpu_angles.angles_of.__wrapped__(tuple(turns.tolist()), first, blocks)
     across, along = torch.randn(2, len(turns), generator=torch.Generator().manual_seed(0))
     u, v = (torch.where(angles.order < 0, 0, part[angles.order.clamp(min=0)]) for part in (across, along))
 
@@ -131,7 +138,7 @@ def test_angles_of_fast_and_of_slow_pairs_alone_make_the_products(
         for part, of_terms, near in zip(quick, of_blocks.chunk(2, 1), angles.near, strict=True)
     )
     found = torch.cat([(alike - apart).flip(1), alike + apart], 1).flatten()
-    positions = torch.arange(len(found))[:, None] * turns
+    positions = (torch.arange(len(found)) + first * 2 * half)[:, None] * turns
     wanted = positions.cos() @ across + positions.sin() @ along
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(across.abs().sum() + along.abs().sum()))
 
@@ -217,3 +224,29 @@ def test_sums_that_would_not_fit_are_refused() -> None:
     tables, keys = made(1, 1, 1, 129, 8, 16)
     with pytest.raises(ValueError, match="sums of 16 bits hold 128 subspaces, got 129"):
         dispatch.best(tables, keys, 4, impl="numba")
+
+
+INNER = (
+    "test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_reference_does",
+    "test_angles_of_fast_and_of_slow_pairs_alone_make_the_products",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PRODUCT_CODES" in os.environ, reason="this is the inner run")
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [("haswell", "+avx2,+avx,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt,+sse4.2"), ("x86-64", "+sse2")],
+)
+def test_other_instructions_choose_the_same(name: str, features: str) -> None:
+    """What a turned key adds once more, compiled for a processor without AVX-512, and for one without AVX2."""
+    if cpu_registers.SHUFFLES == 0:
+        pytest.skip("needs a processor with AVX2")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider"]
+        + [f"{__file__}::{test}" for test in INNER],
+        env=os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "PRODUCT_CODES": name},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

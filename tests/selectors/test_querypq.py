@@ -74,15 +74,17 @@ def test_the_metric_of_the_queries_finds_more_where_keys_vary_along_what_no_quer
 
 def test_bytes_are_the_codes_of_every_row_and_what_a_query_is_turned_by() -> None:
     query, keys, values = attention(1, 2, 3, 320, 64)
-    for spec, row, centroids, means in (  # with the positions of rows half of four bytes more, and a mean key more
-        ("querypq", 4 + 2, 16, 2),
-        ("querypq:bits=8", 4 + 2, 256, 2),
-        ("querypq:subspaces=16,mean=plain", 8, 16, 1),
+    for spec, row, centroids, known in (
+        ("querypq", 4 + 2, 16, True),  # two KV heads share four bytes of a row's position
+        ("querypq:bits=8", 4, 256, False),
+        ("querypq:subspaces=16,mean=plain", 8, 16, True),
     ):
-        cache = KVCache(make_selector(spec), sink=0, window=0, seal=32)
+        method = make_selector(spec)
+        method.bind(LayerContext(rope=Rope.of(64) if known else None))
+        cache = KVCache(method, sink=0, window=0, seal=32)
         cache.append(keys.bfloat16(), values.bfloat16(), query.bfloat16())
         cache.seal()
-        found = cache.select(query[:, :, :, -1].bfloat16(), 16)
+        found, means = cache.select(query[:, :, :, -1].bfloat16(), 16), 1 + (row == 6)
         assert found.scan_bytes.tolist() == [[320 * row + 2 * 64 * (centroids + 64) + 4 * 64 * means] * 2]
 
 
@@ -125,7 +127,7 @@ def test_a_row_of_sums_ranks_by_the_query_times_the_sum() -> None:
     votes = logits.softmax(3).sum(2)
     read = votes.gather(2, found.rows.long()).sort(-1).values
     torch.testing.assert_close(read, votes.topk(16).values.sort(-1).values, rtol=2e-2, atol=1e-3)
-    assert found.scan_bytes.tolist() == [[320 * (3 + 2) + 2 * 64 * (5 * 16 + 64) + 8 * 64] * 2]
+    assert found.scan_bytes.tolist() == [[320 * 3 + 2 * 64 * (5 * 16 + 64) + 4 * 64] * 2]
 
 
 def roped(means: float = 3.0, tokens: int = 600) -> Trace:
@@ -428,7 +430,7 @@ def test_what_querypq_refuses() -> None:
     for arguments, message in (
         ({"bits": 6}, "bits is one of 4, 8, got 6"),
         ({"metric": "own queries"}, "metric is one of own, keys, got 'own queries'"),
-        ({"subspaces": 256, "mean": "plain"}, "subspaces is 128 or less, as sums of .* have 16 bits, got 256$"),
+        ({"subspaces": 256, "mean": "plain"}, "subspaces is 128 or less, as sums of tables have 16 bits, got 256$"),
         (
             {"additive": True, "artefact": "a.safetensors"},
             "codes with additive are the prompt's own: leave out artefact=a",
@@ -437,14 +439,7 @@ def test_what_querypq_refuses() -> None:
             {"mean": "rope", "artefact": "a.safetensors"},
             "codes with mean=rope are the prompt's own: leave out artefact=a",
         ),
-        *(
-            (
-                {"mean": mean, "subspaces": 120},
-                "subspaces is 112 or less with the mean key before RoPE, as sums of .* got 120: give mean=plain for up "
-                "to 128",
-            )
-            for mean in ("auto", "rope")
-        ),
+        ({"mean": "rope", "subspaces": 120}, "subspaces is 112 or less, or with mean=plain 128, as sums .* got 120$"),
         ({"mean": "before"}, "mean is one of auto, plain, rope, got 'before'"),
         ({"reach": 2.0}, "reach is a power of weights, 0 to 1, got 2.0"),
     ):
@@ -456,8 +451,9 @@ def test_what_querypq_refuses() -> None:
         ValueError, match="additive codes have 4,096 centroids at most, and 17 codes of 8 bits have 4,352"
     ):
         QueryPQ(17, 8, additive=True).check_shape(1, 1, 64)
-    with pytest.raises(ValueError, match=r"subspaces is 112 or less with .* got 128 of heads of size 1024: give mean="):
+    with pytest.raises(ValueError, match="subspaces is 112 or less, or with mean=plain 128, as sums"):
         QueryPQ().check_shape(1, 1, 1024)
     QueryPQ(mean="plain").check_shape(1, 1, 1024)
-    with pytest.raises(ValueError, match=r"subspaces is 128 or less, .* got 256 of heads of size 2048$"):
+    TwoStage(second=QueryPQ(128)).check_shape(1, 1, 1024)
+    with pytest.raises(ValueError, match=r"subspaces is 128 or less, .* got 256$"):
         QueryPQ(mean="plain").check_shape(1, 1, 2048)

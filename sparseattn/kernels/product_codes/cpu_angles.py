@@ -19,11 +19,11 @@ from sparseattn.kernels.numba_centroids import VECTORS
 from sparseattn.kernels.numba_vectors import FEATURES, LANES
 from sparseattn.kernels.product_codes.codes import Turning
 
-# Registers of half a block's positions, and blocks that are worked on at once: as many sums as there are registers for.
+# Registers of half a block's positions, and blocks that are worked on at once: their sums fill a processor's registers.
 STRIPES, OUTPUTS = (2, 4) if "+avx512f" in FEATURES else (1, 2)
 HALF = STRIPES * LANES
 WIDE = 2 * HALF
-TERMS, FARTHEST = 6, 1.5  # of a polynomial, and the largest angle: it is off by a 2,000th of what its pairs add
+TERMS, FARTHEST = 6, 1.5  # of a polynomial, and the largest angle: it is off by a 1,100th of what its pairs add at most
 TOGETHER = 8  # blocks
 AT_ONCE = 8 * TOGETHER  # blocks whose terms are made at once
 COLUMNS = TOGETHER * TERMS
@@ -61,8 +61,9 @@ class Angles(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def angles_of(frequencies: tuple[float, ...], blocks: int) -> Angles:
-    """Return those of a RoPE whose pairs turn by these radians a position."""
+def angles_of(frequencies: tuple[float, ...], first: int, blocks: int) -> Angles:
+    """Return those of a RoPE whose pairs turn by these radians a position, for so many blocks from the `first` on, a
+    multiple of `TOGETHER`."""
     turns = torch.tensor(frequencies)
     order = turns.argsort(descending=True, stable=True)
     quick, middling = (int((turns * reach > FARTHEST).sum()) for reach in (HALF, TOGETHER * HALF))
@@ -70,31 +71,32 @@ def angles_of(frequencies: tuple[float, ...], blocks: int) -> Angles:
     for part in order.tensor_split([quick, middling]):
         fill = -len(part) % LANES if len(part) else LANES
         lists.append(torch.nn.functional.pad(part, (0, fill), value=-1))
-    first, second, third = (turns[part.clamp(min=0)] for part in lists)
+    quickest, second, third = (turns[part.clamp(min=0)] for part in lists)
     apart, power = torch.arange(HALF) + 0.5, torch.arange(TERMS)[:, None]
     within, powers = turns[order[:quick]][:, None] * apart, (apart / HALF) ** power
     near = torch.stack([torch.cat([within.cos(), powers[::2]]), torch.cat([within.sin(), powers[1::2]])])
     return Angles(
         torch.cat(lists),
         quick,
-        _at(WIDE, blocks, first),
+        _at(WIDE, first, blocks, quickest),
         near.contiguous(),
-        torch.cat([_at(TOGETHER * WIDE, blocks // TOGETHER, part) for part in (second, third)], 1),
+        torch.cat([_at(TOGETHER * WIDE, first // TOGETHER, blocks // TOGETHER, part) for part in (second, third)], 1),
         _terms(second),
         _counted(third * (TOGETHER * HALF)).contiguous(),
     )
 
 
-def _at(wide: int, count: int, turns: Tensor) -> Tensor:
-    """Return cosines and sines of pairs at the middles of `count` runs of `wide` positions, `[count,2n]`."""
-    angle = (wide * (torch.arange(count) + 0.5) - 0.5)[:, None] * turns
+def _at(wide: int, first: int, count: int, turns: Tensor) -> Tensor:
+    """Return cosines and sines of pairs at the middles of `count` runs of `wide` positions from the `first` run on,
+    `[count,2n]`."""
+    angle = (wide * (torch.arange(first, first + count) + 0.5) - 0.5)[:, None] * turns
     return torch.cat([angle.cos(), angle.sin()], 1)
 
 
 def _counted(angle: Tensor) -> Tensor:
     """Return what pairs that turn by `angle` within a reach count for in each term `[TERMS,n]` of a polynomial of the
-    place in that reach, the one with the least squared error: what cosines count for does in even terms, what sines
-    count for in the others."""
+    place in that reach, the one with the least squared error. Even terms are of what their cosines are multiplied by,
+    the others of what their sines are."""
     place = torch.linspace(0, 1, 65, dtype=torch.float64)[:, None]
     found = torch.empty(TERMS, len(angle), dtype=torch.float64)
     for first, of in enumerate((torch.cos, torch.sin)):
@@ -123,11 +125,13 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     """Return what `cpu_turning` takes of it, int64, and tensors that must live as long."""
     if turning is None:
         return NONE_ADDED, ()
-    at, key, rope = turning.at.clamp(min=0), turning.key.float().contiguous(), turning.rope
-    last = int(at.max()) if at.numel() else 0
-    blocks = AT_ONCE * (last // (WIDE * AT_ONCE) + 1)
+    key, rope, step = turning.key.float().contiguous(), turning.rope, WIDE * AT_ONCE
+    there = turning.at[turning.at >= 0]
+    before, last = (int(there.min()) // step * step, int(there.max())) if there.numel() else (0, 0)
+    at = turning.at.clamp(min=before) - before  # from the first position that is worked on
+    blocks = AT_ONCE * ((last - before) // step + 1)
     # By value: each layer has a RoPE of its own.
-    angles, begins = angles_of(tuple(rope.inv_freq.tolist()), blocks), _begins(at)
+    angles, begins = angles_of(tuple(rope.inv_freq.tolist()), before // WIDE, blocks), _begins(at)
     tensors = at, begins, angles.far, angles.near, angles.wide_far, angles.wide_near, angles.slow, angles.order, key
     slowest = angles.slow.shape[1]
     middling = angles.wide_far.shape[1] // 2 - slowest
@@ -138,8 +142,9 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
 
 
 def _begins(at: Tensor) -> Tensor:
-    """Return `[B]` int64, the position of row 0 where each row's is one more than the row's before, but for those at 0;
-    `IRREGULAR` where some are not. Of padding in front it is below 0."""
+    """Return `[B]` int64, the place of row 0 where each row's is one more than the row's before, but for those at 0;
+    `IRREGULAR` where some are not. Of padding in front it is below 0. at: `[B,N]` int32, positions from the first that
+    is worked on."""
     if not at.numel():
         return torch.zeros(len(at), dtype=torch.int64)
     places = torch.arange(at.shape[1])

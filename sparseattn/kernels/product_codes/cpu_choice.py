@@ -218,7 +218,7 @@ def _candidates(stored, tables, tail, total, more, limit, most, places):
         if there == before:  # perhaps no more rows are valid
             doubling *= 4
         elif there >= FEW:  # they become twice as many by about as much as the last time
-            doubling = limit - _smallest(gap, wide, there // 2)
+            doubling = max(limit - _smallest(gap, wide, there // 2), limit // 4)
         limit = min(limit + 1 + int(doubling * np.log2(MARGIN * more / max(there, more / 2))), ALL)
         before = there
 

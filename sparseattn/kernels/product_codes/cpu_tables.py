@@ -69,10 +69,10 @@ def make_losses(names, tops, highest, shape, limit, losses, scales, firsts):
     """Write how far codes are below the best code of their subspace, `losses` uint8, and what their sums begin with,
     `firsts` `[G]` uint8, so that sums reach 255 for no row that is `limit` at most below `tops` `[G]` int16.
 
-    names: as losses flat of `[G,M,K]` uint8; highest: `[G]` int16, the most that is added to a row's sum; shape: G, M,
-    K. A row that is not farther below has a sum of losses of `far` at most, with how far what is added to it is below
-    the highest. Where that is more than 254, losses are taken times 254 / far and rounded down, which makes no sum of
-    them larger than 254. So is what is added, times `scales` `[G]` uint16, fractions of 16 bits.
+    names: as losses flat of `[G,M,K]` uint8; highest: `[G]` int16, no less than what is added to any row's sum; shape:
+    G, M, K. A row that is not farther below has a sum of losses of `far` at most, with how far what is added to it is
+    below the highest. Where that is more than 254, losses are taken times 254 / far and rounded down, which makes no
+    sum of them larger than 254. So is what is added, times `scales` `[G]` uint16, fractions of 16 bits.
     """
     share, subspaces, entries = shape
     for g in range(share):

@@ -169,11 +169,11 @@ def _add_blocks(typing, left, apart, blocks, near, size, bias, out, to):
                         x = splat(builder, builder.load(builder.gep(row[side], [loop.index])), FLOATS)
                         for vector, total in zip(vectors, both[side], strict=True):
                             builder.store(times_plus(builder, x, vector, builder.load(total)), total)
-            for j, (alike, apart_of) in enumerate(totals):
+            for j, (even, odd) in enumerate(totals):
                 at = builder.mul(builder.add(output, ir.Constant(index, j)), ir.Constant(index, WIDE))
                 at = builder.add(at, to_)
                 for stripe in range(STRIPES):
-                    x, y = builder.load(alike[stripe]), builder.load(apart_of[stripe])
+                    x, y = builder.load(even[stripe]), builder.load(odd[stripe])
                     behind, ahead = HALF + stripe * LANES, HALF - (stripe + 1) * LANES
                     for steps, place in ((builder.fadd(x, y), behind), (builder.fsub(x, y), ahead)):
                         steps = larger(builder, steps, every(FLOATS, 0.0))
@@ -236,8 +236,8 @@ def room_of_met(numbers, share):
 def round_turned(numbers, which, share, met, step, arena, highest):
     """Write the products of a KV head's queries with its key, turned to each row's position, as int16 in whole steps
     from the least that they can be, and the largest of each query head to `highest` `[G]` int16; met: what
-    `meet_queries` has written. Return the address of the first row's, and how many numbers on the next query head's
-    are."""
+    `meet_queries` has written, which is divided by the step. Return the address of the first row's, and how many
+    numbers on the next query head's are."""
     (at_at, begins_at, far_at, near_at, wide_far_at, wide_near_at, slow_at, _, _, _, _, heads, _, rows, blocks, pairs,
      filled, middling, slowest) = numbers[1:NUMBERS]  # fmt: skip
     both, few, inner, stride = filled + middling + slowest, TERMS // 2, 2 * middling + TERMS, blocks * WIDE + PADDED

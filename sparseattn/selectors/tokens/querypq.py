@@ -53,7 +53,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     prompt has none, so half of those that are learned from are first moved on to positions to come.
 
     Args:
-        subspaces: M, a divisor of the head size; 0 (default): half a bit a channel, one for every `2 * bits` channels.
+        subspaces: M, a divisor of the head size, 112 at most, or 128 where the mean is the plain one; 0 (default): half
+            a bit a channel, one for every `2 * bits` channels.
         bits: of a subspace's code: 4 (default), 16 centroids and two codes a byte; or 8, 256 centroids.
         metric: "own" (default): the second moment of the prompt's queries, a query group's together; "keys": keys are
             centred and rotated only.
@@ -142,24 +143,25 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             self.by_row = (*self.by_row, "at")
             self.at = RowBuffer(1, spare=-1)  # [B,N] int32, positions of rows
             self.root = RowBuffer(2)  # [B,H,D] float32, the mean key before RoPE
-        self._check_most(subspaces)
+        self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
         self.read_from(artefact)
+
+    @property
+    def _adds(self) -> bool:
+        """Whether a query reads rows' positions and the mean before RoPE; of a layer without rows it is taken to."""
+        return self.turning and (self.layer_context.rope is not None or not self.at.rows)
 
     @property
     def turning(self) -> bool:
         """Whether codes leave out the mean key before RoPE, so that rows have a position beside their codes."""
         return "at" in self.by_row
 
-    def _check_most(self, subspaces: int, of: str = "") -> None:
+    def _check_most(self, subspaces: int, turning: bool) -> None:
         """Refuse more subspaces than sums of their tables have room for: ValueError."""
-        why = f"as sums of their tables have 16 bits, got {subspaces}{of}"
-        if self.turning and subspaces > MOST_BESIDE:
-            raise ValueError(
-                f"subspaces is {MOST_BESIDE} or less with the mean key before RoPE, {why}: give mean=plain for up to "
-                f"{MOST}"
-            )
-        if subspaces > MOST:
-            raise ValueError(f"subspaces is {MOST} or less, {why}")
+        most = MOST_BESIDE if turning else MOST
+        if subspaces > most:
+            plain = f", or with mean=plain {MOST}" if turning else ""
+            raise ValueError(f"subspaces is {most} or less{plain}, as sums of tables have 16 bits, got {subspaces}")
 
     def subspaces_of(self, size: int) -> int:
         if self.additive:
@@ -175,7 +177,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         if (self.ahead or self.turning) and self.artefact == PROMPT and (rope := self.layer_context.rope) is not None:
             rope.check_size(size)
         subspaces = self.subspaces_of(size)
-        self._check_most(subspaces, f" of heads of size {size}")
+        self._check_most(subspaces, self.turning)
         if self.additive and subspaces << self.bits > MOST_ADDED:
             raise ValueError(
                 f"additive codes have {MOST_ADDED:,} centroids at most, and {subspaces} codes of {self.bits} bits have "
@@ -408,13 +410,13 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         row = self.names(query.shape[3])[0]
-        if self.turning:
+        if self._adds:
             row += -(-PLACE // query.shape[1])  # which the KV heads share
         return row, self._once(query.shape[3])
 
     def _once(self, size: int) -> int:
         """Return the bytes of centroids, the map of queries and the means of a KV head."""
-        return 2 * self.names(size)[1] + 2 * size * size + 4 * size * (2 if self.turning else 1)
+        return 2 * self.names(size)[1] + 2 * size * size + 4 * size * (2 if self._adds else 1)
 
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         launch, size = super().scoring(query, sealed), query.shape[3]
@@ -423,4 +425,4 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def _turning(self, query: Tensor, sealed: int) -> float:
         """Return the flops of products with the mean key before RoPE at so many positions."""
-        return 2.0 * query.numel() * sealed if self.turning else 0.0
+        return 2.0 * query.numel() * sealed if self._adds else 0.0
