@@ -25,7 +25,6 @@ from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
 from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
 from sparseattn.kernels.page_directions import dispatch as page_directions
 from sparseattn.kernels.page_directions import gpu as page_directions_gpu
-from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes import gpu as product_codes_gpu
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
@@ -69,10 +68,6 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
             *((product_codes_gpu, launch) for launch in ("nearest", "voted", "logits")),
         ):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
-        # On a CUDA device the kernels of codes are not asked where rows have a turned key beside these.
-        codes = product_codes_gpu.best
-        by_torch = functools.partial(product_codes.best, impl="torch")
-        patch.setattr(product_codes_gpu, "best", lambda of, *more: (by_torch if of.beside else codes)(of, *more))
         # Interpreted, lowbit's kernels take a minute here; tests/kernels/test_quantized_keys_gpu.py has them.
         for module, name, same in (
             (quantized_keys_gpu, "scores", quantized_keys.scores),

@@ -145,14 +145,10 @@ def test_angles_of_fast_and_of_slow_pairs_alone_make_the_products(
 
 def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[int, ...] = (1, 20, 100, 2500)) -> None:
     """Rows of equal votes may be others, and a table's number may be rounded the other way by an error of float32."""
-    more = tables.more()
-    bounds = tables.bounds()
-    names, step, _ = rounded(tables.numbers(), bounds)
-    near = 2 if more is None else 6  # a step more or less of what is added may make another row the last candidate
-    unit = step[:, :, None, None]
-    sums = unit * reference.sums(names.float(), keys)
-    if more is not None and bounds is not None:
-        sums += unit * ((more - bounds[0][..., None]) / unit).round()
+    names, step, _ = rounded(tables.numbers(), tables.bounds())
+    added, unit = tables.steps_beside(step), step[:, :, None, None]
+    near = 2 if added is None else 6  # a step more or less of what is added may make another row the last candidate
+    sums = unit * (reference.sums(names.float(), keys) + (0 if added is None else added))
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
     for count in counts:
         found, expected = (chosen(tables, keys, count, which) for which in (impl, "torch"))

@@ -6,13 +6,16 @@ What they compile to is in tests/kernels/test_compile.py, with that of the other
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sparseattn import KVCache, QueryPQ
+from sparseattn.core.context import LayerContext
+from sparseattn.core.rope import Rope
 from sparseattn.kernels.product_codes import dispatch, reference
-from sparseattn.kernels.product_codes.codes import ProductCodes, Tables, rounded
+from sparseattn.kernels.product_codes.codes import ProductCodes, Tables, Turning, rounded
 from tests.cases import attention
 from tests.kernels.test_product_codes import check_choices, chosen, made
 
@@ -53,6 +56,16 @@ def test_sums_and_choices_are_the_references(shape: tuple[int, ...]) -> None:
     check_choices(tables, keys, "triton", (few, 2500))  # of 1, two rows may be as near as the last
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_a_turned_key_is_added_as_in_the_reference(shape: tuple[int, ...]) -> None:
+    tables, keys = placed(shape)
+    batch, heads, _, size = tables.query.shape
+    at = torch.arange(shape[5], dtype=torch.int32, device=DEVICE).expand(batch, -1)
+    key = torch.randn(batch, heads, size, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    turning = Turning(Rope.of(size // 2 * 2).to(torch.device(DEVICE)), key, at)
+    check_choices(replace(tables, beside=turning), keys, "triton", (20, 2500))
+
+
 def test_rows_that_are_not_valid_hold_anything_and_a_sequence_may_have_none() -> None:
     tables, keys = placed((2, 2, 4, 8, 4, 64))
     keys.valid[1] = False
@@ -86,8 +99,11 @@ def test_what_the_kernels_refuse() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_querypq_chooses_as_with_the_reference(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 bits with the mean before RoPE, of 8 in a layer whose RoPE is not known."""
     query, keys, values = (x.to(DEVICE) for x in attention(2, 2, 3, 400, 64))
-    cache = KVCache(QueryPQ(bits=bits), sink=4, window=16, seal=32, capacity=500, fixed=True)
+    method = QueryPQ(bits=bits)
+    method.bind(LayerContext(rope=Rope.of(64).to(torch.device(DEVICE)) if bits == 4 else None))
+    cache = KVCache(method, sink=4, window=16, seal=32, capacity=500, fixed=True)
     cache.append(keys, values, query)
     cache.seal()
     found = []

@@ -81,12 +81,17 @@ class Tables:
         """Return them, `[B,H,G,M,2^bits]` float32."""
         return codebooks.products((self.query.float() / self.temperature) @ self.turn.float().mT, self.centroids)
 
-    def more(self) -> Tensor | None:
-        """Return what is added for each row, `[B,H,G,N]` float32; None: nothing."""
-        return None if self.beside is None else self.beside.products(self.query.float() / self.temperature)
+    def steps_beside(self, step: Tensor) -> Tensor | None:
+        """Return what is added for each row in whole steps `[B,H]` from the least that it can be, `[B,H,G,N]` float32;
+        None: nothing."""
+        if self.beside is None:
+            return None
+        scaled = self.query.float() / self.temperature
+        (least, _), unit = self.beside.bounds(scaled), torch.where(step > 0, step, 1)[:, :, None, None]
+        return ((self.beside.products(scaled) - least[..., None]) / unit).round_()
 
     def bounds(self) -> tuple[Tensor, Tensor] | None:
-        """Return the least and the largest that `more` can be, `[B,H,G]` each; None: nothing is added."""
+        """Return the least and the largest that can be added for a row, `[B,H,G]` each; None: nothing is."""
         return None if self.beside is None else self.beside.bounds(self.query.float() / self.temperature)
 
 

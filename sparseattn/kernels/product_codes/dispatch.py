@@ -46,6 +46,4 @@ def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None
         valid rows. Which of equal rows is chosen is left open.
     """
     query = tables.query
-    # Triton's kernels take codes alone.
-    torch_only = query.requires_grad or (tables.beside is not None and query.device.type != "cpu")
-    return CODES.pick(impl, query.device, query.dtype, torch_only).best(tables, keys, count)
+    return CODES.pick(impl, query.device, query.dtype, query.requires_grad).best(tables, keys, count)

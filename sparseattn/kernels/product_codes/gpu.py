@@ -3,8 +3,8 @@
 `sum_rows` reads the codes of a tile of rows once for all query heads of a KV head. A subspace's tables are looked up
 within the program, in registers or in its shared memory: by `tl.gather`, as the compiler lays it out. With tables
 rounded to 8 bits a number of 32 bits holds the sums of two query heads, and `below_tops` finds in a second launch how
-near each row is. Candidates are rows that a list names: `sum_rows` looks them up again, and their vote is
-a launch of `group_vote.gpu`.
+near each row is. What rows have beside their codes torch makes, and adds to sums between the launches. Candidates are
+rows that a list names: `sum_rows` looks them up again, and their vote is a launch of `group_vote.gpu`.
 """
 
 # Kernels are compiled by Triton and take its types, for which Python has no annotations.
@@ -204,13 +204,15 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     return _sums(_laid(tables, keys), keys, None, False)[0]
 
 
-def nearest(names: Tensor, step: Tensor, keys: ProductCodes) -> Tensor:
-    """As `reference.nearest`, by tables rounded to 8 bits, `[B,H,G,M,K]` uint8, and their step `[B,H]`."""
+def nearest(names: Tensor, step: Tensor, keys: ProductCodes, added: Tensor | None = None) -> Tensor:
+    """As `reference.nearest`, by tables rounded to 8 bits, `[B,H,G,M,K]` uint8, their step `[B,H]`, and what is added
+    to sums, `[B,H,G,N]` in whole steps."""
     (batch, heads, group, subspaces), rows = names.shape[:4], keys.codes.shape[3]
     if subspaces > MOST:
         raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
-    pairs = torch.nn.functional.pad(names, (0, 0, 0, 0, 0, group % 2)).int().unflatten(2, (-1, 2))
-    sums, _ = _sums(_laid(pairs[:, :, :, 0] | pairs[:, :, :, 1] << 16, keys), keys, None, False)
+    sums, _ = _sums(_laid(_paired(names), keys), keys, None, False)
+    if added is not None:
+        sums += _paired(added)
     among = sampled(rows, sums.device)
     few = sums[..., among]
     few = torch.stack([few & 0xFFFF, few >> 16], 3).flatten(2, 3)
@@ -226,6 +228,13 @@ def nearest(names: Tensor, step: Tensor, keys: ProductCodes) -> Tensor:
     return out
 
 
+def _paired(numbers: Tensor) -> Tensor:
+    """Return whole numbers `[B,H,G,...]` of 15 bits of two query heads each, `[B,H,LINES,...]` int32."""
+    ends = torch.nn.functional.pad(numbers.int(), (0, 0) * (numbers.ndim - 3) + (0, numbers.shape[2] % 2))
+    pairs = ends.unflatten(2, (-1, 2))
+    return pairs[:, :, :, 0] | pairs[:, :, :, 1] << 16
+
+
 def sums_of_listed(tables: Tensor, keys: ProductCodes, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits `[B,L,G,C]` of the rows `ids` `[B,L,C]` int32, -inf for negative, by tables `[B,L,G,M,K]`, L a
     multiple of H; and each tile's log-sum-exps."""
@@ -234,14 +243,22 @@ def sums_of_listed(tables: Tensor, keys: ProductCodes, ids: Tensor) -> tuple[Ten
     return listed, tile_lse
 
 
-def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
-    """Return the group's vote "softmax" `[B,H,C]` float32 among the rows `ids` `[B,H,C]` int32, -inf for negative."""
-    return vote_tiles(*sums_of_listed(tables, keys, ids), VOTE_BLOCK)
+def voted(tables: Tensor, keys: ProductCodes, ids: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return the group's vote "softmax" `[B,H,C]` float32 among the rows `ids` `[B,H,C]` int32, -inf for negative;
+    added: `[B,H,G,N]`, to the logits of all rows."""
+    listed, tile_lse = sums_of_listed(tables, keys, ids)
+    if added is not None:
+        listed += added.gather(3, ids.clamp(min=0).long()[:, :, None].expand_as(listed))
+        tile_lse = listed.logsumexp(3, keepdim=True)
+    return vote_tiles(listed, tile_lse, VOTE_BLOCK)
 
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
-    names, step, _ = rounded(tables.numbers())
-    candidates = best_rows(nearest(names, step, keys), MORE * count)  # [B,H,C]
-    chosen = best_rows(voted(names * step[:, :, None, None, None], keys, candidates), count)
+    names, step, _ = rounded(tables.numbers(), tables.bounds())
+    added, unit = tables.steps_beside(step), step[:, :, None, None]
+    candidates = best_rows(nearest(names, step, keys, added), MORE * count)  # [B,H,C]
+    if added is not None:
+        added *= unit
+    chosen = best_rows(voted(names * unit[..., None], keys, candidates, added), count)
     return spans(candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1))

@@ -33,12 +33,10 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
-    more, bounds = tables.more(), tables.bounds()
-    names, step, _ = rounded(tables.numbers(), bounds)
+    names, step, _ = rounded(tables.numbers(), tables.bounds())
     whole = sums(names.float(), keys)
-    if more is not None and bounds is not None:
-        unit = torch.where(step > 0, step, 1)[:, :, None, None]
-        whole += ((more - bounds[0][..., None]) / unit).round_()
+    if (added := tables.steps_beside(step)) is not None:
+        whole += added
     distance = nearest(whole, step, keys.valid)
     last = distance.topk(min(MORE * count, distance.shape[2]), 2).values.amin(2, keepdim=True)
     candidate = (distance >= last) & (distance > -torch.inf)
