@@ -39,6 +39,7 @@ from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.registry import make_selector
 from sparseattn.selectors.tokens.calibrated_base import FromCalibration
+from sparseattn.selectors.tokens.querypq import QueryPQ
 
 NAME = "memory"
 HEADS, GROUP, SIZE, TOKENS = 8, 4, 128, 131_072  # a layer of Llama 3.1 8B, and its longest context
@@ -77,7 +78,7 @@ def _selector(spec: str, heads: int) -> Iterator[Selector]:
     takes RoPE back is told of one."""
     selector = make_selector(spec)
     if not isinstance(selector, Partitioned):
-        if isinstance(selector, Locret) or (isinstance(selector, FromCalibration) and not selector.roped):
+        if isinstance(selector, (Locret, QueryPQ)) or (isinstance(selector, FromCalibration) and not selector.roped):
             selector.bind(LayerContext(rope=Rope.of(SIZE)))
         yield selector
         return

@@ -65,7 +65,7 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
             (product_codes_gpu, "best_rows"),
             (bucket_spans_gpu, "spans"),
             (listed_scores_gpu, "scores"),
-            *((product_codes_gpu, launch) for launch in ("nearest", "voted", "logits")),
+            *((product_codes_gpu, launch) for launch in ("nearest", "voted", "voted_beside", "logits")),
         ):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         # Interpreted, lowbit's kernels take a minute here; tests/kernels/test_quantized_keys_gpu.py has them.

@@ -243,22 +243,27 @@ def sums_of_listed(tables: Tensor, keys: ProductCodes, ids: Tensor) -> tuple[Ten
     return listed, tile_lse
 
 
-def voted(tables: Tensor, keys: ProductCodes, ids: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return the group's vote "softmax" `[B,H,C]` float32 among the rows `ids` `[B,H,C]` int32, -inf for negative;
-    added: `[B,H,G,N]`, to the logits of all rows."""
-    listed, tile_lse = sums_of_listed(tables, keys, ids)
-    if added is not None:
-        listed += added.gather(3, ids.clamp(min=0).long()[:, :, None].expand_as(listed))
-        tile_lse = listed.logsumexp(3, keepdim=True)
-    return vote_tiles(listed, tile_lse, VOTE_BLOCK)
+def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
+    """Return the group's vote "softmax" `[B,H,C]` float32 among the rows `ids` `[B,H,C]` int32, -inf for negative."""
+    return vote_tiles(*sums_of_listed(tables, keys, ids), VOTE_BLOCK)
+
+
+def voted_beside(names: Tensor, step: Tensor, keys: ProductCodes, ids: Tensor, added: Tensor) -> Tensor:
+    """As `voted`, by what `nearest` takes: sums are whole steps, so that those of equal rows are equal."""
+    listed, _ = _sums(_laid(names.float(), keys), keys, ids, False)
+    listed += added.gather(3, ids.clamp(min=0).long()[:, :, None].expand_as(listed))
+    listed *= step[:, :, None, None]
+    return vote_tiles(listed, listed.logsumexp(3, keepdim=True), VOTE_BLOCK)
 
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
     names, step, _ = rounded(tables.numbers(), tables.bounds())
-    added, unit = tables.steps_beside(step), step[:, :, None, None]
+    added = tables.steps_beside(step)
     candidates = best_rows(nearest(names, step, keys, added), MORE * count)  # [B,H,C]
-    if added is not None:
-        added *= unit
-    chosen = best_rows(voted(names * unit[..., None], keys, candidates, added), count)
+    if added is None:
+        votes = voted(names * step[:, :, None, None, None], keys, candidates)
+    else:
+        votes = voted_beside(names, step, keys, candidates, added)
+    chosen = best_rows(votes, count)
     return spans(candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1))
