@@ -126,8 +126,9 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     if turning is None:
         return NONE_ADDED, ()
     key, rope, step = turning.key.float().contiguous(), turning.rope, WIDE * AT_ONCE
-    there = turning.at[turning.at >= 0]
-    before, last = (int(there.min()) // step * step, int(there.max())) if there.numel() else (0, 0)
+    last = max(int(turning.at.max()), 0) if turning.at.numel() else 0
+    least = int(turning.at.where(turning.at >= 0, last).min()) if turning.at.numel() else 0
+    before = least // step * step
     at = turning.at.clamp(min=before) - before  # from the first position that is worked on
     blocks = AT_ONCE * ((last - before) // step + 1)
     # By value: each layer has a RoPE of its own.
