@@ -88,8 +88,8 @@ class Rope:
         return self._turn(x, by, 1.0, 1)
 
     def take_off(self, x: Tensor, vector: Tensor, positions: Tensor) -> None:
-        """Take from `x` `[...,T,D]` float32, in place, a vector `[...,D]` that is turned to each position as `turn`
-        does (`positions` as there): as x less the turned copies, without making these."""
+        """Take from `x` `[...,T,D]` float32, in place, a vector `[...,D]` float32 that is turned to each position as
+        `turn` does (`positions` as `rotate` takes them). No turned copies are made."""
         cos, sin = self.cos_sin(positions, x.device)
         a, b = (part[..., None, :] for part in self._pairs(vector).unbind(-1))
         first, second = self._pairs(x).unbind(-1)

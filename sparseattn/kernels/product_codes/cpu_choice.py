@@ -264,6 +264,7 @@ _room = njit(room)
 
 @njit
 def _places(arena, offsets):
+    """Addresses of what `room` says, from `sums` on, without its bytes in all."""
     gap, kept, rows, weighed, tops, scales, firsts, losses, begins, ones, work, _ = offsets
     return (
         arena, arena + gap, arena + kept, arena + rows, arena + weighed, arena + tops, arena + scales, arena + firsts,
@@ -277,9 +278,9 @@ def choose_rows(stored, tables, tail, total, apart, more, unit, most, sampled, a
 
     stored: address of the codes, bytes from one of a row to the next, how many, bits, and address of what says which
     rows are valid; tables: address of `[G,M,K]` uint8, G, address of what `pack` makes of them, what `round_turned`
-    returned, the address 0 where nothing is added to sums, and the address of what it wrote; tail: address of the codes
-    of the rows behind whole tiles `[count,128]`, and behind these which are valid; unit: a step of a sum in units of
-    log 2; arena: address of what `room` says.
+    returned, the address 0 where nothing is added to sums, and address of the most that is added `[G]` int16; tail:
+    address of the codes of the rows behind whole tiles `[count,128]`, and behind these which are valid; unit: a step of
+    a sum in units of log 2; arena: address of what `room` says.
     """
     share, count, bits = tables[1], stored[2], stored[3]
     places = _places(arena, _room(share, count, bits, sampled, most))

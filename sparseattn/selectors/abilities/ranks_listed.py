@@ -18,8 +18,11 @@ class RanksListed(ABC):
     group: str  # the vote of a query group
 
     def as_second(self: Second) -> Second:
-        """Return it, or one without rows, in the form that a second stage has; ValueError says why these settings have
-        none, and what to give instead."""
+        """Return it in the form that a second stage has: itself, or a copy without rows that keeps its name.
+
+        Raises:
+            ValueError: these settings have no such form; it says what to give instead.
+        """
         return self
 
     @abstractmethod
