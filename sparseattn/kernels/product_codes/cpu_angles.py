@@ -148,7 +148,7 @@ def _begins(at: Tensor) -> Tensor:
     is worked on."""
     if not at.numel():
         return torch.zeros(len(at), dtype=torch.int64)
-    places = torch.arange(at.shape[1])
-    first = at.long()[:, -1] - places[-1]
-    alike = ((first[:, None] + places).clamp(min=0) == at).all(1)
-    return torch.where(alike, first, IRREGULAR)
+    places = torch.arange(at.shape[1], dtype=at.dtype)  # a comparison of two kinds takes ten times as long
+    first = at[:, -1] - places[-1]
+    alike = ((first[:, None] + places).clamp_(min=0) == at).all(1)
+    return torch.where(alike, first.long(), IRREGULAR)
