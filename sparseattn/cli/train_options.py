@@ -32,7 +32,7 @@ OWNERS = {  # of other options; those that are not here are of `SAAP`
     "hidden": (SAAP, LOCRET),
     "answer": (LOCRET,),
     "bits": (QUERYPQ, A2ATS),
-    **dict.fromkeys(("subspaces", "reach", "ahead", "distil"), (QUERYPQ,)),
+    **dict.fromkeys(("subspaces", "reach", "ahead", "mean", "distil"), (QUERYPQ,)),
     "width": INDEXES,
     "objective": (HATA,),
     "before_rope": ("loki",),
@@ -48,7 +48,7 @@ GROUPS = {  # of options, in help
     ),
     f"Ablations of {SAAP}": ("roped", "short_range", "per_query_head", "two_sided", "symmetric", "reverse"),
     "Codebooks, learned indexes and retaining heads": (
-        *("subspaces", "bits", "reach", "ahead", "distil", "width", "objective", "answer"),
+        *("subspaces", "bits", "reach", "ahead", "mean", "distil", "width", "objective", "answer"),
     ),
     "Calibrations": ("before_rope", "selector", "window", "last"),
 }
@@ -192,6 +192,14 @@ class TrainOptions:
     ahead: Annotated[
         int, typer.Option(help=f"For {QUERYPQ}: number of tokens behind a prompt that its codes are made for too.")
     ] = 8192
+    mean: Annotated[
+        str,
+        typer.Option(
+            help=f"For {QUERYPQ}: mean key that codes leave out, rope for that before RoPE or plain, which a second "
+            "stage needs.",
+            autocompletion=completion.one_of(("rope", "plain")),
+        ),
+    ] = "rope"
     distil: Annotated[
         int,
         typer.Option(
@@ -269,7 +277,7 @@ class TrainOptions:
         from sparseattn.training import CodesRecipe
 
         given = self._given("sample", "queries", "bits")
-        given |= {name: getattr(self, name) for name in ("reach", "ahead", "seed", "distil")}
+        given |= {name: getattr(self, name) for name in ("reach", "ahead", "mean", "seed", "distil")}
         return CodesRecipe(self.subspaces, **given)
 
     @property

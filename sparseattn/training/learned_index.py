@@ -55,13 +55,14 @@ class PromptLayer:
 @dataclass(frozen=True)
 class DrawnQueries:
     """A step's queries `[H,G,q,D]` and keys `[H,n,D]` float32, which keys each query may attend to `[q,n]` bool, and
-    how its attention among these is shared out, `[H,G,q,n]`."""
+    how its attention among these is shared out, `[H,G,q,n]`. at: `[n]`, positions of the keys; None: not known."""
 
     query: Tensor
     keys: Tensor
     seen: Tensor
     attention: Tensor
     scale: float
+    at: Tensor | None = None
 
 
 class Index(ABC):
@@ -77,9 +78,13 @@ class Index(ABC):
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
         """Return `[H,G,q,n]`, logits of keys for queries by their codes."""
 
+    def scores_of(self, drawn: DrawnQueries) -> Tensor:
+        """Return `scores` of what was drawn."""
+        return self.scores(drawn.query, drawn.keys)
+
     def loss(self, drawn: DrawnQueries) -> Tensor:
         """Return what a step lowers: the cross entropy of the attention from the scores, in nats."""
-        scores = self.scores(drawn.query, drawn.keys).masked_fill(~drawn.seen, torch.finfo(torch.float32).min)
+        scores = self.scores_of(drawn).masked_fill(~drawn.seen, torch.finfo(torch.float32).min)
         return -(drawn.attention * scores.log_softmax(-1)).sum(-1).mean()
 
     def optimizer(self, rate: float) -> torch.optim.Optimizer:
@@ -137,7 +142,8 @@ def draw(prompt: PromptLayer, draws: torch.Generator) -> DrawnQueries:
     keys = prompt.keys[:, which.to(prompt.keys.device)]
     seen = ((which >= SINK) & (which <= at[:, None] - NEAR)).to(keys.device)
     logits = (prompt.scale * query @ keys[:, None].mT).masked_fill(~seen, -torch.inf)
-    return DrawnQueries(query, keys, seen, logits.softmax(-1).nan_to_num(0.0), prompt.scale)
+    places = None if prompt.positions is None else prompt.positions[which.to(prompt.positions.device)]
+    return DrawnQueries(query, keys, seen, logits.softmax(-1).nan_to_num(0.0), prompt.scale, places)
 
 
 class Rounded(torch.autograd.Function):
@@ -243,10 +249,16 @@ class HashByLabels(HashCodes):
 
 
 class ProductBooks(Index):
-    """The centroids of `QueryPQ`'s codes and its map of queries; which centroid stands for a key is the nearest."""
+    """The centroids of `QueryPQ`'s codes and its map of queries; which centroid stands for a key is the nearest.
 
-    def __init__(self, codes: dict[str, Tensor], scale: float) -> None:
-        self.codes, self.scale = codes, scale
+    Args:
+        codes: see `codes_of`; with root, the mean key before RoPE, where codes leave it out.
+        scale: logits are `scale * q.k`.
+        rope: of the layer, which turns that mean.
+    """
+
+    def __init__(self, codes: dict[str, Tensor], scale: float, rope: Rope | None = None) -> None:
+        self.codes, self.scale, self.rope = codes, scale, rope
         self.parameters = {name: codes[name].clone() for name in ("back", "centroids")}
 
     def optimizer(self, rate: float) -> torch.optim.Optimizer:
@@ -259,6 +271,12 @@ class ProductBooks(Index):
         turned = (keys - self.codes["centre"][:, None]) @ self.codes["turn"].mT
         kept = as_coded(turned, self.parameters["centroids"])
         return self.scale * (query @ self.parameters["back"][:, None].mT) @ kept[:, None].mT
+
+    def scores_of(self, drawn: DrawnQueries) -> Tensor:
+        if self.rope is None or drawn.at is None or "root" not in self.codes:
+            return super().scores_of(drawn)
+        mean = self.rope.turn(self.codes["root"][:, None].expand(drawn.keys.shape), drawn.at)  # [H,n,D]
+        return self.scores(drawn.query, drawn.keys - mean) + self.scale * drawn.query @ mean[:, None].mT
 
     def found(self) -> dict[str, Tensor]:
         return self.codes | {name: part.detach() for name, part in self.parameters.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.parameters.channel_calibration import Calibration
-from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, reached, share_kept
+from sparseattn.selectors.parameters.query_metric import codes_of, moves_ahead, reached, share_kept
 from sparseattn.selectors.tokens.querypq import QueryPQ
 from sparseattn.training.calibrate import output_file
 from sparseattn.training.index_run import layers_of
@@ -30,6 +30,7 @@ from sparseattn.utils.devices import usable_device
 from sparseattn.utils.hashing import stream
 
 METHOD = "querypq"
+MEANS = ("rope", "plain")
 DISTIL_RATE = 0.03  # of the numbers' mean size
 
 
@@ -40,6 +41,8 @@ class CodesRecipe:
     Args:
         subspaces, bits, reach, seed: see `QueryPQ`.
         ahead: tokens behind each prompt that codes are made for too, see `QueryPQ`; 0: none.
+        mean: which mean key codes leave out: "rope", that of all prompts' keys before RoPE, "plain", that of keys as
+            they are; see `QueryPQ`. As a second stage files of the plain mean alone serve.
         sample: keys of a KV head, over all prompts.
         queries: of each query head for the metric, over all prompts.
         distil: steps that fit centroids and the map of queries to the attention itself afterwards, in each layer.
@@ -56,10 +59,13 @@ class CodesRecipe:
     seed: int = 0
     distil: int = 0
     ahead: int = 8192
+    mean: str = "rope"
 
     def __post_init__(self) -> None:
         if self.distil < 0:
             raise TrainingError(f"distil is a number of steps, 0 for none, got {self.distil}")
+        if self.mean not in MEANS:
+            raise TrainingError(f"mean is one of {', '.join(MEANS)}, got {self.mean!r}")
         if self.sample < 1 or self.queries < 1:
             raise TrainingError(f"sample and queries are 1 or more, got {self.sample} and {self.queries}")
         try:
@@ -69,7 +75,7 @@ class CodesRecipe:
 
     def selector(self) -> QueryPQ:
         """Return a selector of these subspaces and bits, which knows what fits a head."""
-        return QueryPQ(self.subspaces, self.bits, reach=self.reach, seed=self.seed, ahead=self.ahead, mean="plain")
+        return QueryPQ(self.subspaces, self.bits, reach=self.reach, seed=self.seed, ahead=self.ahead, mean=self.mean)
 
 
 def train_codes(
@@ -147,14 +153,22 @@ def _layer(
         parts = [_drawn(view, prompt, recipe, prompts, index) for _, view in views]
         drawn.append({name: torch.stack([part[name] for part in parts]) for name in parts[0]})
         step()
-    keys, queries, weights = (
-        torch.cat([part[name] for part in drawn], dim) for name, dim in (("keys", 1), ("queries", 2), ("weights", 1))
+    keys, queries, weights, at = (
+        torch.cat([part[name] for part in drawn], dim)
+        for name, dim in (("keys", 1), ("queries", 2), ("weights", 1), ("at", 1))
     )
+    rope, coded, known = prompts.ropes.get(index), keys, {}
+    if recipe.mean == "rope":
+        known["root"] = torch.zeros_like(keys[:, 0]) if rope is None else rope.turn(keys, -at).mean(1)
+        if rope is not None:
+            coded = keys.clone()
+            rope.take_off(coded, known["root"], at)
     subspaces = recipe.selector().subspaces_of(keys.shape[2])
-    codes = codes_of(keys, queries, weights if recipe.reach else None, subspaces, recipe.bits, recipe.seed)
-    share = float(share_kept(keys, codes).mean())
+    counts = weights if recipe.reach else None
+    codes = known | codes_of(coded, queries, counts, subspaces, recipe.bits, recipe.seed)
+    share = float(share_kept(keys, coded, codes).mean())
     if recipe.distil:
-        books = ProductBooks(codes, prompts.shapes[index].scale)
+        books = ProductBooks(codes, prompts.shapes[index].scale, rope)
         fit(books, layers_of(prompts, index, device), recipe.distil, DISTIL_RATE, (recipe.seed, "steps", index))
         codes = books.found()
     return codes, share
@@ -163,7 +177,8 @@ def _layer(
 def _drawn(
     view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: Prompts, index: int
 ) -> dict[str, Tensor]:
-    """Return a head's sample of one prompt: keys `[n,D]`, queries `[G,q,D]` and the keys' weights `[n]`.
+    """Return a head's sample of one prompt: keys `[n,D]`, where they are `[n]`, their weights `[n]`, and queries
+    `[G,q,D]`.
 
     Its rows are the same in all heads, drawn by the prompt. Half of the keys and queries have the RoPE of positions
     behind the prompt, as far as the recipe looks ahead.
@@ -179,9 +194,10 @@ def _drawn(
     if recipe.ahead and (rope := prompts.ropes.get(index)) is not None:
         first, draws = int(view.positions.max()) + 1, ("keys ahead", "queries ahead")
         of_keys, of_queries = (stream(recipe.seed, METHOD, prompt.sha256, name) for name in draws)
-        keys = half_moved_ahead(keys.float(), places, first, recipe.ahead, rope, of_keys)
-        queries = half_moved_ahead(queries, query_places, first, recipe.ahead, rope, of_queries)
-    return {"keys": keys, "queries": queries, "weights": weights}
+        moves = moves_ahead(places, first, recipe.ahead, of_keys)
+        keys, places = rope.turn(keys.float(), moves), places + moves
+        queries = rope.turn(queries, moves_ahead(query_places, first, recipe.ahead, of_queries))
+    return {"keys": keys.float(), "at": places, "queries": queries, "weights": weights}
 
 
 def kept(calibration: Calibration) -> dict[int, float]:

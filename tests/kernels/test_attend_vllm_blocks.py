@@ -450,7 +450,7 @@ def test_an_index_is_made_from_a_cache_as_from_its_keys(selector: PageSelector, 
     cache, places = packed(made["keys"].nan_to_num(), made["values"], packing), torch.arange(0, 24 * 64 // unit, 3)
     given = 24 * 64 // unit, H, 64, torch.bfloat16, torch.device("cpu")
     one, other = (Store(selector.for_layer(LayerContext(0)), *given) for _ in range(2))
-    one.update_from(cache, places)
+    one.update_from(cache, places, places * unit)
     other.update(places, cache.keys(places, unit))
     assert all(torch.equal(one.entries[name], other.entries[name]) for name in other.entries)
 

@@ -21,8 +21,8 @@ from sparseattn.selectors.parameters.query_metric import (
     balanced,
     codes_of,
     dealt,
-    half_moved_ahead,
     metric_of,
+    moves_ahead,
     reached,
 )
 from sparseattn.selectors.tokens.querypq import MEANS
@@ -260,7 +260,7 @@ def test_half_of_the_vectors_get_the_rope_of_positions_to_come() -> None:
     rope, at = replace(Rope.of(8), scaling=1.5), torch.arange(2000)
     plain = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 2000, 8)
     x = rope.rotate(plain, at)
-    found = half_moved_ahead(x, at, 2000, 400, rope, torch.Generator().manual_seed(0))
+    found = rope.turn(x, moves_ahead(at, 2000, 400, torch.Generator().manual_seed(0)))
     moved = (found != x).any(2).all(0)
     assert 900 < int(moved.sum()) < 1100
     to_come = rope.rotate(plain[:, :1].expand(2, 400, 8), torch.arange(2000, 2400))
@@ -434,10 +434,6 @@ def test_what_querypq_refuses() -> None:
         (
             {"additive": True, "artefact": "a.safetensors"},
             "codes with additive are the prompt's own: leave out artefact=a",
-        ),
-        (
-            {"mean": "rope", "artefact": "a.safetensors"},
-            "codes with mean=rope are the prompt's own: leave out artefact=a",
         ),
         ({"mean": "rope", "subspaces": 120}, "subspaces is 112 or less, or with mean=plain 128, as sums .* got 120$"),
         ({"mean": "before"}, "mean is one of auto, plain, rope, got 'before'"),

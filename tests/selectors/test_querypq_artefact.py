@@ -20,8 +20,10 @@ from sparseattn.selectors.parameters.query_metric import as_coded, metric_of
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
 from sparseattn.training import CodesRecipe, TrainingError, query_codes, train_codes
+from sparseattn.training.learned_index import DrawnQueries, ProductBooks
 
 SIZE, NAMES = 16, ("centre", "turn", "back", "centroids")
+MEANS = ("plain", "rope")
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +55,20 @@ def filled(selector: QueryPQ, trace: Trace, layer: int = 1, queries: bool = True
 
 
 def parameters(cache: KVCache) -> dict[str, Tensor]:
-    return {name: getattr(cache.selector, name).data[0].float() for name in NAMES}
+    names = (*NAMES, "root") if cache.selector.turning else NAMES
+    return {name: getattr(cache.selector, name).data[0].float() for name in names}
 
 
-def test_coding_with_a_file_is_coding_with_the_same_books_learned_here(traces: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mean", MEANS)
+def test_coding_with_a_file_is_coding_with_the_same_books_learned_here(
+    traces: list[Path], tmp_path: Path, mean: str
+) -> None:
     trace, file = Trace.open(traces[0]), tmp_path / "own.safetensors"
-    own = filled(QueryPQ(4, share=1.0, mean="plain"), trace)
+    own = filled(QueryPQ(4, share=1.0, mean=mean), trace)
     Calibration("querypq", {1: parameters(own)}, ropes={1: trace.ropes[1]}).save(file)
     named = QueryPQ(4, artefact=str(file))
     assert not named.learns
-    assert not named.turning, "a file has no mean before RoPE"
+    assert named.turning == (mean == "rope")
     assert str(named) == f"querypq:subspaces=4,artefact={file}"
     filed = filled(named, trace, queries=False)
     assert torch.equal(own.selector.codes.data, filed.selector.codes.data)
@@ -83,29 +89,34 @@ def test_codes_that_look_ahead_hold_for_positions_behind_the_prompts(tmp_path: P
     lost = {}
     for ahead in (0, 4096):
         file = tmp_path / f"{ahead}.safetensors"
-        train_codes([tmp_path / "trace.safetensors"], file, CodesRecipe(4, ahead=ahead))
+        train_codes([tmp_path / "trace.safetensors"], file, CodesRecipe(4, ahead=ahead, mean="plain"))
         codes = Calibration.load(file).layers[0]
         turned = (later - codes["centre"][:, None]) @ codes["turn"].mT
         lost[ahead] = float((turned - as_coded(turned, codes["centroids"].float())).square().mean())
     assert lost[4096] < 0.5 * lost[0], lost
 
 
+@pytest.mark.parametrize("mean", MEANS)
 def test_one_prompt_of_which_all_is_taken_teaches_what_it_teaches_its_own_cache(
-    traces: list[Path], tmp_path: Path
+    traces: list[Path], tmp_path: Path, mean: str
 ) -> None:
     file = tmp_path / "one.safetensors"
-    train_codes(traces[:1], file, CodesRecipe(4, ahead=0), layers=[1])
+    train_codes(traces[:1], file, CodesRecipe(4, ahead=0, mean=mean), layers=[1])
     trace = Trace.open(traces[0])
-    own = parameters(filled(QueryPQ(4, sample=0, share=1.0, ahead=0, mean="plain"), trace))
+    own = parameters(filled(QueryPQ(4, sample=0, share=1.0, ahead=0, mean=mean), trace))
     found = parameters(filled(QueryPQ(4, artefact=str(file)), trace, queries=False))
-    for name in NAMES:
+    for name in own:
         torch.testing.assert_close(found[name], own[name], rtol=1e-3, atol=1e-3)
 
 
 def test_books_of_two_prompts_are_of_rows_and_queries_of_both(traces: list[Path], trained: Path) -> None:
+    """The mean before RoPE too, without which a key's centre is that of what is left."""
     layers, made = [Trace.open(path).layer(0) for path in traces], Calibration.load(trained)
     keys, queries = torch.cat([one.keys for one in layers], 1), torch.cat([one.query for one in layers], 2)
-    codes = made.layers[0]
+    codes, at = made.layers[0], Trace.open(traces[0]).positions.repeat(2)
+    rope = made.ropes[0]
+    torch.testing.assert_close(codes["root"], rope.unrotate(keys, at).mean(1), rtol=1e-4, atol=1e-4)
+    keys = keys - rope.rotate(codes["root"][:, None].expand(keys.shape), at)
     torch.testing.assert_close(codes["centre"], keys.mean(1), rtol=1e-4, atol=1e-4)
     moment = (codes["turn"].mT @ codes["turn"]).double()  # the metric itself: the rotation drops out
     torch.testing.assert_close(moment, metric_of(queries), rtol=1e-3, atol=1e-3)
@@ -132,6 +143,20 @@ def test_rows_sealed_later_and_an_index_file_are_coded_by_the_file(
     assert torch.equal(*chosen)
     (file,) = (tmp_path / "indexes").iterdir()
     assert file.name.startswith("querypq-")
+
+
+def test_what_is_distilled_are_the_logits_of_the_codes(traces: list[Path], trained: Path) -> None:
+    shown, made = Trace.open(traces[0]).layer(0), Calibration.load(trained)
+    keys, query, at = shown.keys.float(), shown.query[:, :, -8:].float(), torch.arange(500)
+    books = ProductBooks(made.layers[0], shown.scale, made.ropes[0])
+    seen = torch.ones(8, 500, dtype=torch.bool)
+    found = books.scores_of(DrawnQueries(query, keys, seen, torch.zeros(0), shown.scale, at))
+    cache = filled(QueryPQ(4, artefact=str(trained)), Trace.open(traces[0]), 0, queries=False)
+    for i in range(8):
+        held = cache.selector.logits(query[None, :, :, i], torch.ones(1, 500, dtype=torch.bool))[0]
+        off = found[:, :, i] - held
+        off = (off - off.median(2, keepdim=True).values).abs()  # less what a query adds to all rows
+        assert float((off < 0.01 * held.abs().max()).float().mean()) > 0.98  # rounded centroids name few keys otherwise
 
 
 def test_the_command_writes_what_bench_uses_and_goes_on_where_it_was_stopped(
@@ -186,13 +211,22 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], trained:
         QueryPQ(artefact=str(trained)).for_layer(LayerContext(0, rope=trace.ropes[0])).check_shape(2, 2, SIZE)
     with pytest.raises(ValueError, match="is a calibration for querypq, and loki needs one for loki"):
         make_selector(f"loki:artefact={trained}")
-    layers = {0: Calibration.load(trained).layers[0]}
+    with pytest.raises(
+        ValueError, match=r"have mean=rope, got mean=plain: leave mean out, or train a file with --mean pl"
+    ):
+        QueryPQ(4, artefact=str(trained), mean="plain")
+    with pytest.raises(ValueError, match=r"codes of .* need them: give it a file that is trained with --mean plain"):
+        make_selector(f"twostage:second=[querypq:subspaces=4,artefact={trained}]")
+    layers = Calibration.load(trained).layers
+    with pytest.raises(CalibrationError, match=r"layer 1 has back, centre, centroids, turn, querypq has .*'root'"):
+        Calibration("querypq", {0: layers[0], 1: {name: layers[1][name] for name in NAMES}})
     with pytest.raises(CalibrationError, match=r"centroids of layer 0 are of S \* d = 16 channels, got 4 of 2"):
         Calibration("querypq", {0: {**layers[0], "centroids": layers[0]["centroids"][..., :2].contiguous()}})
     for options, message in (
         (["--hidden", "3"], "--hidden needs --method saap or locret, got --method querypq"),
         (["--subspaces", "5"], "a divisor of the head size, here of 16, got 5"),
         (["--bits", "6"], "bits is one of 4, 8, got 6"),
+        (["--mean", "own"], "mean is one of rope, plain, got 'own'"),
         (["--sample", "0"], "sample and queries are 1 or more, got 0"),
     ):
         line = ["train", *map(str, traces), "--method", "querypq", "--out", str(tmp_path / "x.safetensors"), *options]

@@ -43,7 +43,10 @@ def test_entries_are_due_once_and_again_where_rows_were_written() -> None:
     rows, blocks = np.array([300, 40, 129], np.int32), np.array([[5, 2, 7], [0, 0, 0], [5, 1, 0]], np.int32)
 
     def due(above: int) -> list[int]:
-        return sorted(cpu_tables.due(rows, blocks, above, 32, 128, made).tolist())
+        places, first = cpu_tables.due(rows, blocks, above, 32, 128, made)
+        at = {5: 0, 2: 128, 7: 256, 0: 0}  # rows before each block
+        assert first.tolist() == [at[place // 4] + place % 4 * 32 for place in places.tolist()]
+        return sorted(places.tolist())
 
     # 9 whole entries of the first, in blocks 5, 2 and 7; the third shares block 5, and its second block is not whole.
     assert due(200) == [8, 9, 10, 11, 20, 21, 22, 23, 28]

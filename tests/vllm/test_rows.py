@@ -12,6 +12,7 @@ from engines import LAYERS, SPARSE, Answer, ask, check_counts, engine, llama, pr
 
 from sparseattn import KVCache, make_selector
 from sparseattn.core.context import LayerContext
+from sparseattn.core.rope import Rope
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.selectors.base import vote
 from sparseattn.selectors.parameters.channel_calibration import Calibration
@@ -32,16 +33,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of codes for the model's layers, of random keys."""
-    made = {}
+    """Files of codes for the model's layers, of random keys; those of 4 bits leave out a mean key before RoPE."""
+    made, ropes = {}, dict.fromkeys(range(LAYERS), Rope.of(SIZE))
     for text, (parts, bits) in CODES.items():
         torch.manual_seed(parts)
         layers = {}
         for layer in range(LAYERS):
             keys, queries = torch.randn(HEADS, 2000, SIZE), torch.randn(HEADS, 2, 500, SIZE)
             layers[layer] = codes_of(keys, queries, None, parts, bits, 0)
+            if bits == 4:
+                layers[layer]["root"] = torch.randn(HEADS, SIZE)
         path = tmp_path_factory.mktemp("codes") / f"{parts}.safetensors"
-        Calibration("querypq", layers).save(path)
+        Calibration("querypq", layers, ropes=ropes).save(path)
         made[text] = path
     return made
 
@@ -91,7 +94,9 @@ def test_rows_are_those_that_a_cache_of_the_same_keys_chooses(
             for r, rows in enumerate(metadata.seq_lens[which].tolist()):
                 table = metadata.block_table[which[r]].long()
                 keys = cache.keys(table[: -(-rows // cache.block)], cache.block).transpose(0, 1).flatten(1, 2)
-                own_method = make_selector(selector).for_layer(LayerContext(impl.index, scale=impl.scale))
+                own_method = make_selector(selector).for_layer(
+                    LayerContext(impl.index, scale=impl.scale, rope=Rope.of(SIZE) if text in CODES else None)
+                )
                 sealed = (rows - WINDOW) // impl.unit * impl.unit  # a cache alone seals single rows at first
                 held = KVCache(own_method, sink=64, window=rows - sealed, seal=impl.unit)
                 held.append(keys[None, :, :rows], keys[None, :, :rows])

@@ -104,8 +104,8 @@ def test_the_self_test_sees_means_of_other_rows(model: Path, monkeypatch: pytest
         builder = next(one for one in cpu.BUILDERS if one.sparse)
         update = TailedStore.update_from
 
-        def wrong(store: Any, cache: Any, places: torch.Tensor) -> None:
-            update(store, cache, places)
+        def wrong(store: Any, cache: Any, places: torch.Tensor, first: torch.Tensor) -> None:
+            update(store, cache, places, first)
             store.means.values.copy_(store.means.values.roll(1, 1))
 
         monkeypatch.setattr(TailedStore, "update_from", wrong)

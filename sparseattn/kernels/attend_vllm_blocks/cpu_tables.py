@@ -65,7 +65,7 @@ def _due(rows, blocks, above, unit, block, made, out):
             place = np.int64(blocks[r, at]) * entries + part
             if not made[place]:
                 made[place] = True
-                out[count] = place
+                out[0, count], out[1, count] = place, (at * entries + part) * unit
                 count += 1
             part += 1
             if part == entries:
@@ -74,12 +74,13 @@ def _due(rows, blocks, above, unit, block, made, out):
 
 
 def due(rows: Any, blocks: Any, above: int, unit: int, block: int, made: Any) -> Any:
-    """Entries of sequences of more than `above` rows that are whole and not made yet: `[n]` int64, marked as made.
+    """Return the entries of sequences of more than `above` rows that are whole and not made yet, marked as made from
+    now on, and how many rows of the sequence lie before each: `[2,n]` int64.
 
     Args:
         rows, blocks, unit, block: see `tables`.
         made: `[places]` bool, which entries hold what the cache holds.
     """
     most = int((np.where(rows > above, rows, 0) // unit).sum())
-    out: Any = np.empty(most, np.int64)
-    return out[: _due(rows, blocks, above, unit, block, made, out)]
+    out: Any = np.empty((2, most), np.int64)
+    return out[:, : _due(rows, blocks, above, unit, block, made, out)]

@@ -73,6 +73,15 @@ class PageSelector(EstimatesMass, SharesScores, Selector):
             name -> `[B,H,E,..]` for every name of `entry_names`: what one holds depends on its own rows alone.
         """
 
+    def entries_at(self, keys: Tensor, first: Tensor) -> dict[str, Tensor]:
+        """Return `entries` where sequences share them, and positions of rows may count.
+
+        Args:
+            keys: see `entries`.
+            first: `[E]` int64, the position of each entry's first row.
+        """
+        return self.entries(keys)
+
     @abstractmethod
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         """Return how much pages promise, the group's vote included.

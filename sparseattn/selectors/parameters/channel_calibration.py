@@ -9,7 +9,8 @@ The file, format version 1 (any safetensors reader opens it):
     layers.{i}.{name}        float32, the parameters of layer i; for "loki" basis [H,D,D] (a column is a principal
                              direction, that of the largest variance first) and variance [H,D], for "doublesparsity"
                              importance [H,D], the mean of |q_i k_i|, for "querypq" centre [H,D], turn [H,D,D], back
-                             [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`, for "a2ats" factor [H,D,D]
+                             [H,D,D] and centroids [H,S,K,d], see `query_metric.codes_of`, and where keys are coded
+                             without their mean before RoPE root [H,D], that mean, for "a2ats" factor [H,D,D]
                              and centroids [H,S,K,d], S = 1, see `window_codes`, for "hata" directions [H,D,b], for
                              "indexer" keys [H,D,r], queries [H,G,D,r], low and step [H,r], for "hashattention" what
                              `hash_networks` names, for "seer" keys [H,D,3,D] and queries [H,G,D,D], see `block_gate`,
@@ -147,6 +148,7 @@ PARAMETERS = {
     },
     "locret": {"keys": "HDW", "queries": "HGDW", "values": "HDW", "out": "HW"},
 }
+OPTIONAL = {"querypq": {"root": "HD"}}  # likewise, what all layers of a file have or none
 
 
 class Calibration:
@@ -182,8 +184,16 @@ class Calibration:
         self.method, self.roped, self.meta = method, roped, dict(meta or {})
         self.layers = {index: dict(layers[index]) for index in sorted(layers)}
         self.ropes = dict(ropes or {})
+        shapes = PARAMETERS[method]
+        for name, letters in OPTIONAL.get(method, {}).items():
+            if self.has(name):
+                shapes = shapes | {name: letters}
         for index, parameters in self.layers.items():
-            _check_parameters(method, index, parameters)
+            _check_parameters(method, shapes, index, parameters)
+
+    def has(self, name: str) -> bool:
+        """Whether the layers have a parameter of this name."""
+        return name in next(iter(self.layers.values()))
 
     def check(self, layer: int, heads: int, size: int, rope: Rope | None) -> dict[str, Tensor]:
         """Return the parameters of a model's layer of so many KV heads of a size; CalibrationError, with both sides,
@@ -280,8 +290,7 @@ def _loaded(path: Path, changed: int) -> Calibration:
     return Calibration.load(path)
 
 
-def _check_parameters(method: str, index: int, parameters: Mapping[str, Tensor]) -> None:
-    shapes = PARAMETERS[method]
+def _check_parameters(method: str, shapes: Mapping[str, str], index: int, parameters: Mapping[str, Tensor]) -> None:
     if set(parameters) != set(shapes):
         raise CalibrationError(
             f"layer {index} has {', '.join(sorted(parameters)) or 'nothing'}, {method} has {[*shapes]}"

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_kmeans.dispatch import product_codebooks
 from sparseattn.selectors.parameters.additive_books import additive_books
@@ -106,22 +105,9 @@ def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor, temperatu
     return weights / weights.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def half_moved_ahead(x: Tensor, at: Tensor, first: int, ahead: int, rope: Rope, draw: torch.Generator) -> Tensor:
-    """Return keys or queries `[...,n,D]` of which about half have the RoPE of positions to come (`moves_ahead`).
-
-    Args:
-        x: float32, after RoPE.
-        at: `[n]` int64, their positions.
-        first: the first position to come.
-        ahead: T, see `moves_ahead`.
-        rope: the layer's.
-        draw: says which are moved, and how far.
-    """
-    return rope.turn(x, moves_ahead(at, first, ahead, draw))
-
-
 def moves_ahead(at: Tensor, first: int, ahead: int, draw: torch.Generator) -> Tensor:
-    """Return `[n]` int64, by how many positions those at `at` are moved: about half of them to positions to come.
+    """Return `[n]` int64, by how many positions keys or queries at `at` are moved (`Rope.turn`): about half of them to
+    positions to come.
 
     What a model says later resembles what it said before, but for RoPE: so these stand for keys and queries that a
     sequence does not have yet. Each is moved as a whole, and its part that RoPE does not turn stays.
@@ -173,9 +159,14 @@ def as_coded(turned: Tensor, books: Tensor) -> Tensor:
     return books.gather(2, named[..., None].expand(-1, -1, -1, books.shape[3])).transpose(1, 2).flatten(2)
 
 
-def share_kept(keys: Tensor, codes: dict[str, Tensor]) -> Tensor:
+def share_kept(keys: Tensor, coded: Tensor, codes: dict[str, Tensor]) -> Tensor:
     """Return `[H]`, the share of the logits' variance among keys `[H,n,D]` that their codes keep, over the queries of
-    the metric: that of the turned keys' variance."""
-    turned = (keys - codes["centre"][:, None]) @ codes["turn"].mT
-    read = as_coded(turned, codes["centroids"])
-    return 1 - (turned - read).square().sum((1, 2)) / (turned - turned.mean(1, keepdim=True)).square().sum((1, 2))
+    the metric: that of the turned keys' variance.
+
+    Args:
+        coded: `[H,n,D]`, the keys, or what is left of them where codes leave out what a query adds again.
+        codes: see `codes_of`.
+    """
+    turned = (coded - codes["centre"][:, None]) @ codes["turn"].mT
+    lost = (turned - as_coded(turned, codes["centroids"])).square().sum((1, 2))
+    return 1 - lost / ((keys - keys.mean(1, keepdim=True)) @ codes["turn"].mT).square().sum((1, 2))

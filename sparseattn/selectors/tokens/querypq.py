@@ -25,7 +25,7 @@ from sparseattn.kernels.product_codes.codes import MOST, MOST_BESIDE, ProductCod
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.query_metric import codes_of, half_moved_ahead, moves_ahead, reached
+from sparseattn.selectors.parameters.query_metric import codes_of, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -69,7 +69,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         ahead: tokens behind the prompt that codes are made for; half of those that keys and queries are moved to lie in
             its first quarter. 0: none. None is moved either in a layer whose RoPE is not known.
         artefact: a file that `sparseattn train --method querypq` has made of traces, with as many subspaces and bits.
-            Mean, maps and centroids are the file's then, and metric, sample, share, reach, ahead and seed count for
+            Means, maps and centroids are the file's then, and metric, sample, share, reach, ahead and seed count for
             nothing: coding takes no k-means and no queries. "prompt" (default): they are the prompt's.
         page: choose pages of so many rows by the sum of their rows' weights, a power of two; 1 (default): single rows.
         additive: a key is a sum of M centroids, one of each codebook, and each is of all channels, so that M may be any
@@ -78,9 +78,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             `artefact`.
         mean: which mean key a code leaves out. "rope": that of keys before RoPE, turned to each key's position, whose
             product with the query is added again for each row. RoPE hides most of a mean, so codes then find much
-            more, and choosing in long contexts takes longer. Not with `artefact`, nor as a second stage. In a layer
-            whose RoPE is not known it finds what "plain" finds. "plain": that of keys as they are, one for all
-            positions. "auto" (default): "rope" where it can be had, "plain" with `artefact` and as a second stage.
+            more, and choosing in long contexts takes longer. Not as a second stage. In a layer whose RoPE is not known
+            it finds what "plain" finds. "plain": that of keys as they are, one for all positions. "auto" (default):
+            that of the file with `artefact`, "plain" as a second stage, else "rope".
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
@@ -129,9 +129,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
         if mean not in MEANS:
             raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
-        for name, given in (("additive", additive), ("mean=rope", mean == "rope")):
-            if given and artefact != PROMPT:
-                raise ValueError(f"codes with {name} are the prompt's own: leave out artefact={artefact} or {name}")
+        if additive and artefact != PROMPT:
+            raise ValueError(f"codes with additive are the prompt's own: leave out artefact={artefact} or additive")
         self.metric, self.share, self.reach, self.ahead, self.additive = metric, share, reach, ahead, additive
         self.mean = mean
         self.queries_share = share if metric == "own" and artefact == PROMPT else 0.0
@@ -139,12 +138,25 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
         self.turn = RowBuffer(2)  # [B,H,D,D] float32, of keys
         self.back = RowBuffer(2)  # [B,H,D,D] of 16 bits, of queries
-        if mean == "rope" or (mean == "auto" and artefact == PROMPT):
+        self.read_from(artefact)
+        if (self._mean_of_file() or mean) != "plain":
             self.by_row = (*self.by_row, "at")
             self.at = RowBuffer(1, spare=-1)  # [B,N] int32, positions of rows
             self.root = RowBuffer(2)  # [B,H,D] float32, the mean key before RoPE
         self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
-        self.read_from(artefact)
+
+    def _mean_of_file(self) -> str | None:
+        """Return which mean key the codes of the file leave out, None without a file; ValueError where another one is
+        asked for."""
+        if self.artefact == PROMPT:
+            return None
+        theirs = "rope" if self.calibration().has("root") else "plain"
+        if self.mean not in ("auto", theirs):
+            raise ValueError(
+                f"codes of {self.artefact} have mean={theirs}, got mean={self.mean}: leave mean out, or train a file "
+                f"with --mean {self.mean}"
+            )
+        return theirs
 
     @property
     def _adds(self) -> bool:
@@ -254,7 +266,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             kept["root"] = self._root(sample, places)
             sample = self._without(kept["root"], sample, places)
         if self.ahead and rope is not None:
-            sample = half_moved_ahead(sample, places, first, self.ahead, rope, stream(self.seed, "keys ahead"))
+            sample = rope.turn(sample, moves_ahead(places, first, self.ahead, stream(self.seed, "keys ahead")))
             if given is not None:
                 moves = moves_ahead(at, first, self.ahead, stream(self.seed, "queries ahead"))
                 queries = (rope.turn(of_head.float(), moves) for of_head in given)
@@ -281,20 +293,36 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             return
         self.at.append(rows.positions.int())
         for keys, at in zip(rows.keys.split(PART, 2), rows.positions.split(PART, 1), strict=True):
-            self.extend(self._without(self.root.data, keys, at.clamp(min=0)[:, None]))
+            self.codes.append(self.encode_at(keys, at).mT)
+
+    def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
+        """Return what `encode` does of keys `[B,H,n,D]` at positions `[B,n]` int64; what is below 0 counts as 0."""
+        if self.turning:
+            keys = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
+        return self.encode(keys)
 
     def beside(self) -> Turning | None:
         """Return what rows have beside their codes: the mean key before RoPE, where it is known and left out."""
+        if not self.turning:
+            return None
+        return self.beside_at(self.root.visible, self.at.visible)
+
+    def beside_at(self, root: Tensor, at: Tensor) -> Turning | None:
+        """Return `beside` of rows at positions `at` `[B,N]` int32; root: `[B,H,D]`."""
         if not self.turning or self.layer_context.rope is None:
             return None
-        root = self.root.visible
-        return Turning(self._rope_on(root.device), root, self.at.visible)
+        return Turning(self._rope_on(root.device), root, at)
 
     # -- as the second of two stages -----------------------------------------------------------------------------------
 
     def as_second(self: Self) -> Self:
         if self.mean == "rope":
             raise ValueError(f"a second stage is shown keys without their positions: give {self} mean=plain")
+        if self._mean_of_file() == "rope":
+            raise ValueError(
+                f"a second stage is shown keys without their positions, and codes of {self.artefact} need them: give "
+                f"it a file that is trained with --mean plain"
+            )
         if not self.turning:
             return self
         plain = self.for_layer(self.layer_context)  # what was given may serve elsewhere, in its own form

@@ -1,7 +1,8 @@
 """`querypq` over an engine's blocks: product codes of single rows in a store that sequences share.
 
 Codes that a prompt learns for itself cannot be shared: the next request reads the same blocks. Those of a file can, as
-a row's code follows from its key alone.
+a row's code follows from its key, and from its position where codes leave out the mean key before RoPE. Sequences share
+the blocks of a common beginning, so that a row has the same position in all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.product_codes import dispatch as product_codes
-from sparseattn.kernels.product_codes.codes import ProductCodes, Tables
+from sparseattn.kernels.product_codes.codes import ProductCodes, Tables, Turning
 from sparseattn.kernels.stored_codes.dispatch import gather
 from sparseattn.selectors.base import LayerContext, Rows, vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -32,7 +33,7 @@ class BlockCodes(PageSelector):
         method: with an artefact and single rows.
     """
 
-    entry_names = ("codes",)
+    entry_names = ("codes", "first")
     part_names = ("method",)
 
     def __init__(self, method: QueryPQ) -> None:
@@ -62,29 +63,35 @@ class BlockCodes(PageSelector):
         return None
 
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        """Return those of a sequence from its beginning on."""
+        return self.entries_at(keys, torch.arange(0, keys.shape[2], self.unit, device=keys.device))
+
+    def entries_at(self, keys: Tensor, first: Tensor) -> dict[str, Tensor]:
         if not self.method.known.rows:
             self.method.check_shape(keys.shape[1], None, keys.shape[3])
             row = keys[:1, :, :1]
             self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
-        codes = self.method.encode(keys)  # [B,H,n,M]
-        return {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
+        at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten()
+        codes = self.method.encode_at(keys, at.expand(len(keys), -1))  # [B,H,n,M]
+        return {
+            "codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous(),  # [B,H,E,M,unit]
+            "first": first.int()[:, None].expand(*codes.shape[:2], -1, 1),
+        }
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         codes = entries["codes"].permute(0, 1, 3, 2, 4).flatten(3)  # [B,H,M,N]
-        return self._scores(query, self._held(codes, real))
+        return self._scores(query, self._held(codes, real), self._beside_of(entries["first"][:, 0, 0, 0], real))
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        return self._scores(query, self._held(gather(store["codes"], table), table >= 0))
+        return self._scores(query, self._held(gather(store["codes"], table), table >= 0), self._beside(store, table))
 
     def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
         if self.group != "softmax" or self.page > 1:
             return super().best_at(query, store, table, count)
         keys = self._held(gather(store["codes"], table), table >= 0)
         every, method = len(query), self.method
-        back, centroids = (
-            part.visible.expand(every, *part.visible.shape[1:]) for part in (method.back, method.centroids)
-        )
-        tables = Tables(query, back, centroids, method.temperature(query.shape[3]))
+        back, centroids = (_of_all(part.visible, every) for part in (method.back, method.centroids))
+        tables = Tables(query, back, centroids, method.temperature(query.shape[3]), self._beside(store, table))
         start, length = product_codes.best(tables, keys, count)
         return torch.where(length > 0, start, -1)
 
@@ -94,6 +101,35 @@ class BlockCodes(PageSelector):
     def _held(self, codes: Tensor, real: Tensor) -> ProductCodes:
         return ProductCodes(codes, self.method.bits, real.repeat_interleave(self.unit, 1))
 
-    def _scores(self, query: Tensor, keys: ProductCodes) -> Tensor:
-        tables = self.method.scaled_tables(query)
-        return vote(self.method.masses(product_codes.logits(tables, keys)), self.group)
+    def _beside_of(self, first: Tensor, listed: Tensor) -> Turning | None:
+        """Return what rows have beside their codes, see `QueryPQ.beside`.
+
+        Args:
+            first: `[B]` int32, the positions of sequences' first rows.
+            listed: `[B,E]`, one for each of their entries, which lie one behind the other.
+        """
+        method, (every, entries) = self.method, listed.shape
+        if not method.turning:
+            return None
+        if every and bool((first == first[0]).all()):
+            first = first[:1]  # the positions of one are those of all, which is looked at once
+        at = first[:, None] + torch.arange(entries * self.unit, dtype=torch.int32, device=first.device)
+        return method.beside_at(_of_all(method.root.visible, every), at.expand(every, -1))
+
+    def _beside(self, store: Entries, table: Tensor) -> Turning | None:
+        """Return likewise of the rows of a table's entries."""
+        if not table.shape[1]:
+            return None
+        first = store["first"][:, 0, 0][table[:, 0].clamp(min=0).long()]
+        return self._beside_of(torch.where(table[:, 0] < 0, first.max(), first), table)
+
+    def _scores(self, query: Tensor, keys: ProductCodes, beside: Turning | None) -> Tensor:
+        logits = product_codes.logits(self.method.scaled_tables(query), keys)
+        if beside is not None:
+            logits = logits + beside.products(query.float() / self.method.temperature(query.shape[3]))
+        return vote(self.method.masses(logits), self.group)
+
+
+def _of_all(part: Tensor, every: int) -> Tensor:
+    """Return what `[1,..]` is of all sequences as that of so many."""
+    return part.expand(every, *part.shape[1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from sparseattn.selectors.combined.tailed import Tailed
@@ -47,6 +48,12 @@ class BlockTails(PageSelector):
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
         """As of the inner, those of a group together; means have values too, see `mean_index`."""
         made, each = self.inner.entries(keys), self.unit // self.inner.unit
+        return {name: part.unflatten(2, (-1, each)) for name, part in made.items()}
+
+    def entries_at(self, keys: Tensor, first: Tensor) -> dict[str, Tensor]:
+        each = self.unit // self.inner.unit
+        rows = self.inner.unit * torch.arange(each, device=first.device)
+        made = self.inner.entries_at(keys, (first[:, None] + rows).flatten())
         return {name: part.unflatten(2, (-1, each)) for name, part in made.items()}
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ class SparseCPUMetadata(CPUAttentionMetadata):
     """The stock metadata, with what sparse layers need.
 
     Args:
-        due: `[n]` int64, entries to be made in this step; None: there are none.
+        due: `[2,n]` int64, entries to be made in this step, and the position of each one's first row; None: there are
+            none.
         served: None: no request decodes sparsely.
     """
 
@@ -250,15 +251,16 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             self.made = np.concatenate([self.made, np.zeros(2 * (place + 1) - len(self.made), np.bool_)])
 
     def _due(self, stock: CPUAttentionMetadata) -> Tensor | None:
-        """`[n]`: entries to be made in this step, of long sequences, whether they decode or are read; None: none."""
+        """`[2,n]`: entries to be made in this step, of long sequences, whether they decode or are read, and where their
+        rows begin in the sequence; None: none."""
         if self.settings is None or not self.indexed:
             return None
         self._know((int(stock.block_table.max()) + 1) * (self.zones.block // self.zones.unit) - 1)
-        places = cpu_tables.due(
+        due = cpu_tables.due(
             stock.seq_lens.numpy(), stock.block_table.numpy(), self.settings.above, self.zones.unit, self.zones.block,
             self.made,
         )  # fmt: skip
-        return torch.from_numpy(places) if len(places) else None
+        return torch.from_numpy(due) if due.size else None
 
     def _served(self, stock: CPUAttentionMetadata, common: CommonAttentionMetadata) -> ServedRequests | None:
         settings = self.settings
@@ -387,8 +389,9 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if self.store is None and isinstance(self.selector, PageSelector):
             self.store = self.index_of(kv_cache)
         if metadata.due is not None and self.store is not None:
-            self.store.update_from(self._rows_of(layer, kv_cache), metadata.due)
-            self.counter.add(self.index, entries_made=len(metadata.due))
+            places, first = metadata.due
+            self.store.update_from(self._rows_of(layer, kv_cache), places, first)
+            self.counter.add(self.index, entries_made=len(places))
         served = metadata.served
         if served is None or served.rest is not None:
             dense = metadata if served is None else served.rest

@@ -37,8 +37,9 @@ class TailedStore(Store):
     def nbytes(self) -> int:
         return super().nbytes + self.means.keys.nbytes + self.means.values.nbytes
 
-    def update_from(self, cache: BlockCache, places: Tensor) -> None:
-        super().update_from(cache, _parts(places, self.inner_entries))
+    def update_from(self, cache: BlockCache, places: Tensor, first: Tensor) -> None:
+        rows = self.selector.unit * torch.arange(self.inner_entries, device=first.device)
+        super().update_from(cache, _parts(places, self.inner_entries), (first[:, None] + rows).flatten())
         for some in _parts(places, self.groups).split(max(1, AT_ONCE * 16 // self.means.rows)):
             for kept, read in ((self.means.keys, cache.keys), (self.means.values, cache.values)):
                 kept[:, some] = read(some, self.means.rows).float().mean(2).transpose(0, 1).to(kept.dtype)

@@ -50,21 +50,28 @@ class Store:
         """Bytes of all entries."""
         return sum(part.nbytes for part in self.entries.values())
 
-    def update(self, places: Tensor, keys: Tensor) -> None:
-        """Compute the entries at `places` `[n]` from the keys `[n,H,unit,D]` of their rows."""
+    def update(self, places: Tensor, keys: Tensor, first: Tensor | None = None) -> None:
+        """Compute entries from the keys of their rows.
+
+        Args:
+            places: `[n]` int64.
+            keys: `[n,H,unit,D]`.
+            first: `[n]` int64, the position of each entry's first row; None: not known, as methods of pages allow.
+        """
         count, heads, rows, size = keys.shape
-        made = self.selector.entries(keys.transpose(0, 1).contiguous().view(1, heads, count * rows, size))
+        keys = keys.transpose(0, 1).contiguous().view(1, heads, count * rows, size)
+        made = self.selector.entries(keys) if first is None else self.selector.entries_at(keys, first)
         for name, part in made.items():
             self.entries[name][places] = part[0].transpose(0, 1)
 
-    def update_from(self, cache: BlockCache, places: Tensor) -> None:
-        """Compute the entries at `places` `[n]` from the cache's keys."""
+    def update_from(self, cache: BlockCache, places: Tensor, first: Tensor) -> None:
+        """Compute the entries at `places` from the cache's keys; see `update`."""
         unit = self.selector.unit
         if self.voted is not None and self.voted.of_keys and unit % 16 == 0:
             write_bounds(cache, self.voted.bounds, places, unit)
             return
-        for some in places.split(AT_ONCE):
-            self.update(some, cache.keys(some, unit))
+        for some, at in zip(places.split(AT_ONCE), first.split(AT_ONCE), strict=True):
+            self.update(some, cache.keys(some, unit), at)
 
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
         """`PageSelector.scores_at` of these entries."""

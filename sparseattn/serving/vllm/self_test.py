@@ -166,8 +166,8 @@ class RankedIndex:
         self.last = torch.empty(0)  # what the last step chose by
         self.ids: Tensor | None = None  # or what it chose
 
-    def update_from(self, cache: BlockCache, places: Tensor) -> None:
-        self.store.update_from(cache, places)
+    def update_from(self, cache: BlockCache, places: Tensor, first: Tensor) -> None:
+        self.store.update_from(cache, places, first)
 
     def scores(self, query: Tensor, table: Tensor) -> Tensor:
         scores = self.store.scores(query, table)
