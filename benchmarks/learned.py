@@ -54,8 +54,10 @@ def ways(steps: int, head_dim: int, seal: int) -> list[Way]:
     for size in BYTES:
         bits, parts = 8 * size, 2 * size
         found += [
-            Way("querypq, of each prompt", size, f"querypq:subspaces={parts},mean=plain"),
+            Way("querypq, of each prompt", size, f"querypq:subspaces={parts}"),
+            Way("querypq, of each prompt, plain mean", size, f"querypq:subspaces={parts},mean=plain"),
             Way("querypq, of other texts", size, f"querypq:subspaces={parts}", _codes(parts, 0)),
+            Way("querypq, of other texts, plain mean", size, f"querypq:subspaces={parts}", _codes(parts, 0, "plain")),
             Way("querypq, of other texts, distilled", size, f"querypq:subspaces={parts}", _codes(parts, steps)),
             Way("hata", size, f"hata:bits={bits}", _index(IndexRecipe("hata", bits, steps=steps))),
             Way("hata, by its own loss", size, f"hata:bits={bits}", _index(IndexRecipe("hata", bits, "hata", steps))),
@@ -74,8 +76,8 @@ def ways(steps: int, head_dim: int, seal: int) -> list[Way]:
     return found
 
 
-def _codes(parts: int, steps: int) -> Train:
-    return lambda traces, out: train_codes(traces, out, CodesRecipe(parts, distil=steps, ahead=0))
+def _codes(parts: int, steps: int, mean: str = "rope") -> Train:
+    return lambda traces, out: train_codes(traces, out, CodesRecipe(parts, distil=steps, ahead=0, mean=mean))
 
 
 def _index(recipe: IndexRecipe) -> Train:

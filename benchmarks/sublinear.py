@@ -84,7 +84,9 @@ def learn(trace: Trace, folder: Path, options: argparse.Namespace) -> None:
     recipe = Recipe(options.clusters, hidden=HIDDEN, steps=options.steps, queries=QUERIES, roped=roped)
     started = time.monotonic()
     train(sources, folder / BUCKETS_FILE, recipe, held_out=[validated], layers=trace.layers)
-    train_codes(sources, folder / CODES_FILE, CodesRecipe(ahead=0 if roped else AHEAD), layers=trace.layers)
+    train_codes(
+        sources, folder / CODES_FILE, CodesRecipe(ahead=0 if roped else AHEAD, mean="plain"), layers=trace.layers
+    )
     print(f"learning: {time.monotonic() - started:.0f} s", flush=True)
 
 
