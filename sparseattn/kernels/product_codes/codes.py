@@ -43,11 +43,13 @@ class Turning:
         rope: what turns it.
         key: `[B,H,D]` float32, before RoPE.
         at: `[B,N]` int32, positions of rows; what is below 0 counts as 0.
+        first: row i of every sequence is at position `first + i`; None: only `at` says where rows are.
     """
 
     rope: Rope
     key: Tensor
     at: Tensor
+    first: int | None = None
 
     def products(self, query: Tensor) -> Tensor:
         """Return those of queries `[B,H,G,D]` float32 with it, `[B,H,G,N]` float32."""

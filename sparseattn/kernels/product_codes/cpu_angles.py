@@ -29,7 +29,7 @@ AT_ONCE = 8 * TOGETHER  # blocks whose terms are made at once
 COLUMNS = TOGETHER * TERMS
 # The terms by which of the two sums of a block they are in: what is alike on both sides of its middle, and what is not.
 ORDER = (0, 2, 4, 1, 3, 5)
-NUMBERS, BLOCKS_AT = 21, 15  # of `turning_numbers`, and where among them the number of blocks is
+NUMBERS, BLOCKS_AT = 20, 15  # of `turning_numbers`, and where among them the number of blocks is
 NONE_ADDED: Any = np.zeros(NUMBERS, np.int64)
 IRREGULAR = -(1 << 62)
 
@@ -126,24 +126,26 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     if turning is None:
         return NONE_ADDED, ()
     key, rope, step = turning.key.float().contiguous(), turning.rope, WIDE * AT_ONCE
-    alike = not turning.at.stride(0)  # for all sequences
-    at = turning.at[:1] if alike else turning.at
-    last = max(int(at.max()), 0) if at.numel() else 0
-    least = int(at.where(at >= 0, last).min()) if at.numel() else 0
+    batch, rows = turning.at.shape
+    if turning.first is None:
+        last = max(int(turning.at.max()), 0) if turning.at.numel() else 0
+        least = int(turning.at.where(turning.at >= 0, last).min()) if turning.at.numel() else 0
+    else:
+        last, least = turning.first + rows - 1, turning.first
     before = least // step * step
-    at = at.clamp(min=before) - before  # from the first position that is worked on
     blocks = AT_ONCE * ((last - before) // step + 1)
-    # By value: each layer has a RoPE of its own.
-    angles, begins = angles_of(tuple(rope.inv_freq.tolist()), before // WIDE, blocks), _begins(at)
-    begins = begins.expand(len(turning.at)).contiguous()
+    angles = angles_of(tuple(rope.inv_freq.tolist()), before // WIDE, blocks)  # by value: each layer has one of its own
+    if turning.first is None:
+        at = turning.at.clamp(min=before) - before  # from the first position that is worked on
+        begins = _begins(at)
+    else:
+        at, begins = turning.at, torch.full((batch,), least - before)
     tensors = at, begins, angles.far, angles.near, angles.wide_far, angles.wide_near, angles.slow, angles.order, key
     slowest = angles.slow.shape[1]
     middling = angles.wide_far.shape[1] // 2 - slowest
-    # Whether there is one, addresses, R, whether interleaved, heads and D of the keys, rows, blocks, pairs, and the
-    # step to the positions of the next sequence.
-    numbers = [1, *(tensor.data_ptr() for tensor in tensors), rope.rotated, rope.interleaved, heads, size, at.shape[1],
-               blocks, angles.quick, angles.far.shape[1] // 2, middling, slowest,
-               0 if alike else at.shape[1]]  # fmt: skip
+    # Whether there is one, addresses, R, whether interleaved, heads and D of the keys, rows, blocks; pairs.
+    numbers = [1, *(tensor.data_ptr() for tensor in tensors), rope.rotated, rope.interleaved, heads, size, rows,
+               blocks, angles.quick, angles.far.shape[1] // 2, middling, slowest]  # fmt: skip
     return np.array(numbers, np.int64), tensors
 
 

@@ -239,7 +239,7 @@ def round_turned(numbers, which, share, met, step, arena, highest):
     `meet_queries` has written, which is divided by the step. Return the address of the first row's, and how many
     numbers on the next query head's are."""
     (at_at, begins_at, far_at, near_at, wide_far_at, wide_near_at, slow_at, _, _, _, _, heads, _, rows, blocks, pairs,
-     filled, middling, slowest, at_step) = numbers[1:NUMBERS]  # fmt: skip
+     filled, middling, slowest) = numbers[1:NUMBERS]  # fmt: skip
     both, few, inner, stride = filled + middling + slowest, TERMS // 2, 2 * middling + TERMS, blocks * WIDE + PADDED
     size, apart = pairs + few, AT_ONCE * (pairs + few) + LANES
     far, near = array_at(np.float32, far_at, blocks * 2 * filled), array_at(np.float32, near_at, 2 * size * HALF)
@@ -273,7 +273,7 @@ def round_turned(numbers, which, share, met, step, arena, highest):
     begin = array_at(np.int64, begins_at + 8 * sequence, 1)[0]
     if begin >= 0:
         return arena + 2 * begin, stride
-    places = array_at(np.int32, at_at + 4 * sequence * at_step, rows)
+    places = array_at(np.int32, at_at + 4 * sequence * rows, rows)
     by_row, row_stride = array_at(np.int16, arena + 2 * share * stride, share * (rows + PADDED)), rows + PADDED
     for g in range(share):
         for n in range(rows):

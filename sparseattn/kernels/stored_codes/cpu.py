@@ -7,30 +7,48 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import prange
 from torch import Tensor
 
+from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import array_at
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
+
+WORD = 8  # bytes that are copied at once
+MANY = 1 << 19  # bytes of which threads share the copying
+
+
+@njit
+def _copy(which, store_at, steps, table, shape, out_at):
+    """Copy the codes of one KV head of a sequence; see `_gather`."""
+    (entry_step, head_step, total), (heads, count, unit) = steps, shape
+    entries = table.shape[1]
+    rows = entries * unit
+    store = array_at(np.uint64, store_at, total)
+    out = array_at(np.uint64, out_at + which * count * rows * WORD, count * rows)
+    b, first = which // heads, which % heads * head_step
+    for e in range(entries):
+        if table[b, e] < 0:
+            continue
+        at, to = np.int64(table[b, e]) * entry_step + first, e * unit
+        for m in range(count):
+            for i in range(unit):
+                out[to + m * rows + i] = store[at + m * unit + i]
 
 
 @entry(cache=True, nogil=True)
 def _gather(store_at, steps, table, shape, out_at):
-    """store_at: where it lies, its steps of entry and head, and its numbers; shape: heads, M and rows of an entry."""
-    (entry_step, head_step, total), (heads, count, unit) = steps, shape
-    store = array_at(np.uint8, store_at, total)
-    batch, entries = table.shape
-    rows = entries * unit
-    out = array_at(np.uint8, out_at, batch * heads * count * rows)
-    for b in range(batch):
-        for h in range(heads):
-            for e in range(entries):
-                if table[b, e] < 0:
-                    continue
-                at = np.int64(table[b, e]) * entry_step + h * head_step
-                to = (b * heads + h) * count * rows + e * unit
-                for m in range(count):
-                    for i in range(unit):
-                        out[to + m * rows + i] = store[at + m * unit + i]
+    """store_at: where it lies, its steps of entry and head, and its numbers; shape: heads, M and rows of an entry. All
+    are counted in words."""
+    for which in range(table.shape[0] * shape[0]):
+        _copy(which, store_at, steps, table, shape, out_at)
+
+
+@entry(parallel=True, cache=True, nogil=True)
+def _gather_by_threads(store_at, steps, table, shape, out_at):
+    for which in prange(table.shape[0] * shape[0]):
+        _copy(which, store_at, steps, table, shape, out_at)
 
 
 def gather(store: Tensor, table: Tensor) -> Tensor:
@@ -40,12 +58,19 @@ def gather(store: Tensor, table: Tensor) -> Tensor:
         raise ValueError(
             f"a head's bytes of an entry are adjacent, got strides {store.stride()} of {list(store.shape)}"
         )
+    steps = store.stride(0), store.stride(1), store.storage_offset()
+    if unit % WORD or any(step % WORD for step in steps):
+        raise ValueError(f"an entry's rows are a multiple of {WORD}, got {unit} with strides {store.stride()}")
     batch, listed = table.shape
     out = torch.empty(batch, heads, count, listed * unit, dtype=torch.uint8)
     if out.numel():
-        last = (entries - 1) * store.stride(0) + (heads - 1) * store.stride(1) + count * unit
-        _gather(
-            store.data_ptr(), (store.stride(0), store.stride(1), last), table.numpy(), (heads, count, unit),
-            out.data_ptr(),
-        )  # fmt: skip
+        last = (entries - 1) * steps[0] + (heads - 1) * steps[1] + count * unit
+        words = tuple(number // WORD for number in (*steps[:2], last))
+        given = store.data_ptr(), words, table.numpy(), (heads, count, unit // WORD), out.data_ptr()
+        if out.numel() < MANY:  # nor is numba told of threads, which takes as long
+            _gather(*given)
+            return out
+        with ONE_AT_A_TIME:
+            use_threads()
+            _gather_by_threads(*given)
     return out

@@ -307,11 +307,11 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             return None
         return self.beside_at(self.root.visible, self.at.visible)
 
-    def beside_at(self, root: Tensor, at: Tensor) -> Turning | None:
-        """Return `beside` of rows at positions `at` `[B,N]` int32; root: `[B,H,D]`."""
+    def beside_at(self, root: Tensor, at: Tensor, first: int | None = None) -> Turning | None:
+        """Return `beside` of rows at positions `at` `[B,N]` int32; root: `[B,H,D]`; first: see `Turning`."""
         if not self.turning or self.layer_context.rope is None:
             return None
-        return Turning(self._rope_on(root.device), root, at)
+        return Turning(self._rope_on(root.device), root, at, first)
 
     # -- as the second of two stages -----------------------------------------------------------------------------------
 

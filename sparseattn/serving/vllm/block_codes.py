@@ -111,10 +111,11 @@ class BlockCodes(PageSelector):
         method, (every, entries) = self.method, listed.shape
         if not method.turning:
             return None
-        if every and bool((first == first[0]).all()):
-            first = first[:1]  # the positions of one are those of all, which is looked at once
-        at = first[:, None] + torch.arange(entries * self.unit, dtype=torch.int32, device=first.device)
-        return method.beside_at(_of_all(method.root.visible, every), at.expand(every, -1))
+        rows, root = torch.arange(entries * self.unit, dtype=torch.int32, device=first.device), method.root.visible
+        firsts = first.tolist()
+        if firsts != firsts[:1] * every:
+            return method.beside_at(_of_all(root, every), first[:, None] + rows)
+        return method.beside_at(_of_all(root, every), (first[:1] + rows).expand(every, -1), firsts[0])
 
     def _beside(self, store: Entries, table: Tensor) -> Turning | None:
         """Return likewise of the rows of a table's entries."""
