@@ -8,10 +8,12 @@ import torch
 from sparseattn.kernels.stored_codes.dispatch import gather
 
 
-@pytest.mark.parametrize("impl", ["torch", "numba"])
-def test_gathered_codes_are_those_of_the_tables_entries(impl: str) -> None:
+@pytest.mark.parametrize(("impl", "many"), [("torch", 1 << 19), ("numba", 1 << 19), ("numba", 1)])
+def test_gathered_codes_are_those_of_the_tables_entries(impl: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread and, of many, by several."""
     if impl == "numba":
         pytest.importorskip("numba")
+        monkeypatch.setattr("sparseattn.kernels.stored_codes.cpu.MANY", many)
     heads, entries, count, unit = 3, 11, 4, 32
     whole = torch.randint(0, 256, (heads, entries, count, unit), dtype=torch.uint8)
     table = torch.tensor([[5, 0, 10], [7, 7, -1]], dtype=torch.int32)
@@ -28,3 +30,5 @@ def test_a_store_of_another_layout_is_refused() -> None:
     store = torch.zeros(4, 2, 32, 4, dtype=torch.uint8).transpose(2, 3)
     with pytest.raises(ValueError, match="a head's bytes of an entry are adjacent"):
         gather(store, torch.zeros(1, 1, dtype=torch.int32), impl="numba")
+    with pytest.raises(ValueError, match=r"an entry's rows are a multiple of 8, got 12 with strides"):
+        gather(torch.zeros(4, 2, 4, 12, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), impl="numba")
