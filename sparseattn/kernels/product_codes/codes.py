@@ -36,6 +36,25 @@ class ProductCodes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MissedRows:
+    """What codes miss of the logits of single rows.
+
+    Args:
+        ids: `[B,H,X]` int32, the rows, none twice; -1 for none.
+        more: `[B,H,G,X]` float32, what is added to their logits for a query; what stands beside -1 counts for nothing.
+    """
+
+    ids: Tensor
+    more: Tensor
+
+    def reach(self) -> Tensor:
+        """Return the largest size of what is added, `[B,H,G]`."""
+        if not self.ids.shape[2]:
+            return self.more.new_zeros(self.more.shape[:3])
+        return torch.where(self.ids[:, :, None] < 0, 0, self.more).abs().amax(3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Turning:
     """A key that each row has beside what its codes say, turned to the row's position.
 
@@ -44,21 +63,39 @@ class Turning:
         key: `[B,H,D]` float32, before RoPE.
         at: `[B,N]` int32, positions of rows; what is below 0 counts as 0.
         first: row i of every sequence is at position `first + i`; None: only `at` says where rows are.
+        missed: what is added for single rows besides; None: nothing is.
     """
 
     rope: Rope
     key: Tensor
     at: Tensor
     first: int | None = None
+    missed: MissedRows | None = None
 
     def products(self, query: Tensor) -> Tensor:
-        """Return those of queries `[B,H,G,D]` float32 with it, `[B,H,G,N]` float32."""
-        at = self.at.clamp(min=0).long()
-        return self.rope.products_at(query, self.key, at)
+        """Return those of queries `[B,H,G,D]` float32 with it, and what is added besides, `[B,H,G,N]` float32."""
+        found = self.rope.products_at(query, self.key, self.at.clamp(min=0).long())
+        if self.missed is None:
+            return found
+        ids, more = self.missed.ids[:, :, None], self.missed.more
+        return found.scatter_add(3, ids.clamp(min=0).long().expand_as(more), torch.where(ids < 0, 0, more))
+
+    def at_rows(self, query: Tensor, ids: Tensor) -> Tensor:
+        """Return the products of queries `[B,H,G,D]` float32 with it at rows `ids` `[B,H,X]`, `[B,H,G,X]` float32; of
+        -1 as of row 0."""
+        (batch, heads), rows = self.key.shape[:2], ids.clamp(min=0).long()
+        at = self.at.clamp(min=0).long()[:, None].expand(-1, heads, -1).gather(2, rows)
+        asked, key = query.flatten(0, 1)[:, None], self.key.flatten(0, 1)[:, None]
+        return self.rope.products_at(asked, key, at.flatten(0, 1)).unflatten(0, (batch, heads))[:, :, 0]
 
     def bounds(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest that `products` can be at any position, `[B,H,G]` float32 each."""
-        return self.rope.bounds(query, self.key)
+        """Return the least and the largest that `products` can be at any position, `[B,H,G]` float32 each, or less and
+        more."""
+        least, most = self.rope.bounds(query, self.key)
+        if self.missed is None:
+            return least, most
+        reach = self.missed.reach()
+        return least - reach, most + reach
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ AT_ONCE = 8 * TOGETHER  # blocks whose terms are made at once
 COLUMNS = TOGETHER * TERMS
 # The terms by which of the two sums of a block they are in: what is alike on both sides of its middle, and what is not.
 ORDER = (0, 2, 4, 1, 3, 5)
-NUMBERS, BLOCKS_AT = 20, 15  # of `turning_numbers`, and where among them the number of blocks is
+NUMBERS, BLOCKS_AT = 24, 15  # of `turning_numbers`, and where among them the number of blocks is
 NONE_ADDED: Any = np.zeros(NUMBERS, np.int64)
 IRREGULAR = -(1 << 62)
 
@@ -143,10 +143,16 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     tensors = at, begins, angles.far, angles.near, angles.wide_far, angles.wide_near, angles.slow, angles.order, key
     slowest = angles.slow.shape[1]
     middling = angles.wide_far.shape[1] // 2 - slowest
-    # Whether there is one, addresses, R, whether interleaved, heads and D of the keys, rows, blocks; pairs.
+    missed: tuple[Tensor, ...] = ()
+    if turning.missed is not None:
+        missed = turning.missed.ids.contiguous(), turning.missed.more.contiguous(), turning.missed.reach().contiguous()
+    # Whether there is one, addresses, R, whether interleaved, heads and D of the keys, rows, blocks; pairs; and of rows
+    # that codes miss addresses of ids, of what is added and of the most of it, and how many of a KV head.
     numbers = [1, *(tensor.data_ptr() for tensor in tensors), rope.rotated, rope.interleaved, heads, size, rows,
-               blocks, angles.quick, angles.far.shape[1] // 2, middling, slowest]  # fmt: skip
-    return np.array(numbers, np.int64), tensors
+               blocks, angles.quick, angles.far.shape[1] // 2, middling, slowest,
+               *(tensor.data_ptr() for tensor in missed or (key,) * 3),
+               missed[0].shape[2] if missed else 0]  # fmt: skip
+    return np.array(numbers, np.int64), (*tensors, *missed)
 
 
 def _begins(at: Tensor) -> Tensor:

@@ -221,6 +221,8 @@ def meet_queries(numbers, which, query, share, met):
             across, along = a * c + b * d, b * c - a * d
             met[g * both + i], met[(share + g) * both + i] = across, along
             reach += np.sqrt(across * across + along * along)
+        if numbers[23]:
+            reach += array_at(np.float32, numbers[22] + 4 * (which * share + g), 1)[0]
         met[2 * share * both + g] = reach
         most = max(most, 2 * reach)
     return most
@@ -239,7 +241,7 @@ def round_turned(numbers, which, share, met, step, arena, highest):
     `meet_queries` has written, which is divided by the step. Return the address of the first row's, and how many
     numbers on the next query head's are."""
     (at_at, begins_at, far_at, near_at, wide_far_at, wide_near_at, slow_at, _, _, _, _, heads, _, rows, blocks, pairs,
-     filled, middling, slowest) = numbers[1:NUMBERS]  # fmt: skip
+     filled, middling, slowest, ids_at, more_at, _, missed) = numbers[1:NUMBERS]  # fmt: skip
     both, few, inner, stride = filled + middling + slowest, TERMS // 2, 2 * middling + TERMS, blocks * WIDE + PADDED
     size, apart = pairs + few, AT_ONCE * (pairs + few) + LANES
     far, near = array_at(np.float32, far_at, blocks * 2 * filled), array_at(np.float32, near_at, 2 * size * HALF)
@@ -272,6 +274,9 @@ def round_turned(numbers, which, share, met, step, arena, highest):
     sequence = which // heads
     begin = array_at(np.int64, begins_at + 8 * sequence, 1)[0]
     if begin >= 0:
+        for g in range(share if missed else 0):
+            own = array_at(np.int16, arena + 2 * (g * stride + begin), rows)
+            highest[g] = add_missed(own, (ids_at, more_at, which, which * share + g, missed), step, highest[g])
         return arena + 2 * begin, stride
     places = array_at(np.int32, at_at + 4 * sequence * rows, rows)
     by_row, row_stride = array_at(np.int16, arena + 2 * share * stride, share * (rows + PADDED)), rows + PADDED
@@ -279,7 +284,27 @@ def round_turned(numbers, which, share, met, step, arena, highest):
         for n in range(rows):
             by_row[g * row_stride + n] = whole[g * stride + places[n]]
         by_row[g * row_stride + rows : (g + 1) * row_stride] = 0
+        if missed:
+            own = by_row[g * row_stride : g * row_stride + rows]
+            highest[g] = add_missed(own, (ids_at, more_at, which, which * share + g, missed), step, highest[g])
     return arena + 2 * share * stride, row_stride
+
+
+@njit
+def add_missed(own, rows, step, highest):
+    """Add to what rows have, `own` `[N]` int16 in whole steps, what codes miss of some, and return the largest number
+    of them and `highest`. rows: addresses of ids and of what is added, the KV head, the query head, and how many."""
+    ids_at, more_at, which, head, count = rows
+    ids, more = (
+        array_at(np.int32, ids_at + 4 * which * count, count),
+        array_at(np.float32, more_at + 4 * head * count, count),
+    )
+    top = np.int64(highest)
+    for i in range(count if step > 0 else 0):
+        if ids[i] >= 0:
+            found = max(np.int64(own[ids[i]]) + np.int64(np.floor(more[i] / step + np.float32(0.5))), 0)
+            own[ids[i]], top = np.int16(found), max(top, found)
+    return np.int16(top)
 
 
 @njit

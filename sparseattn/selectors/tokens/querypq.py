@@ -6,6 +6,7 @@ https://arxiv.org/abs/2502.12665; the rotation is OPQ's, https://doi.org/10.1109
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,11 +21,21 @@ from sparseattn.kernels import codebooks
 from sparseattn.kernels.additive_codes import dispatch as additive_codes
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
+from sparseattn.kernels.listed_scores.dispatch import listed_scores
 from sparseattn.kernels.product_codes import dispatch as product_codes
-from sparseattn.kernels.product_codes.codes import MOST, MOST_BESIDE, ProductCodes, RankedCodes, Tables, Turning
-from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
+from sparseattn.kernels.product_codes.codes import (
+    MOST,
+    MOST_BESIDE,
+    MissedRows,
+    ProductCodes,
+    RankedCodes,
+    Tables,
+    Turning,
+)
+from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed, ReadsKeys
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
+from sparseattn.selectors.parameters.missed_rows import errors_of, marked_rows
 from sparseattn.selectors.parameters.query_metric import codes_of, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
@@ -38,11 +49,11 @@ MEANS = ("auto", "plain", "rope")
 MOST_ADDED = 4096  # centroids whose products with each other a seal makes
 PLACE = 4  # bytes of a row's position
 PART = 1 << 16  # rows whose means are taken off at a time
-OWN = ("select", "factors", "stored", "beside")  # what a subclass with a choice of its own may have changed
+OWN = ("select", "factors", "coded", "beside")  # what a subclass with a choice of its own may have changed
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
 
-class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
+class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCalibration, ProductCoded):
     """Reads the rows with the largest products of the query with the centroids that stand for their turned keys.
 
     The prompt's keys, less their mean, are turned so that a distance between two of them is the root mean square
@@ -81,11 +92,17 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             more, and choosing in long contexts takes longer. Not as a second stage. In a layer whose RoPE is not known
             it finds what "plain" finds. "plain": that of keys as they are, one for all positions. "auto" (default):
             that of the file with `artefact`, "plain" as a second stage, else "rope".
+        missed: share of rows, at most half, whose logits are those of their keys themselves: the rows that codes miss
+            most, by the mean square error of a logit. Rows sealed later are among them where codes miss them as much.
+            A single line that resembles nothing else is found then. 0 (default): none. Only with the mean before RoPE,
+            where the cache's keys are at hand, and not with `additive`.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
     reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not. Where the mean is "plain" there are no
     positions, and D numbers of 32 bits.
+
+    With `missed` a row has one more byte for each KV head, and a step reads the keys of this share of rows.
 
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
@@ -99,6 +116,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     choices = (4, 8)
     channels = 2
     _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
+    _listed: tuple[int, Tensor] | None = None  # how many rows there were, and which of them codes miss, see `_missed`
     method = "querypq"
 
     def __init__(
@@ -116,6 +134,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         page: int = 1,
         additive: bool = False,
         mean: str = "auto",
+        missed: float = 0.0,
     ) -> None:
         ProductCoded.__init__(self, subspaces, bits, sample, seed, group)
         if page < 1 or page & (page - 1):
@@ -131,8 +150,13 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
         if additive and artefact != PROMPT:
             raise ValueError(f"codes with additive are the prompt's own: leave out artefact={artefact} or additive")
+        if not 0 <= missed <= 0.5:
+            raise ValueError(f"missed is a share of rows, 0 to 0.5, got {missed}")
+        if missed and (additive or mean == "plain"):
+            other = "additive" if additive else "mean=plain"
+            raise ValueError(f"missed={missed:g} is for product codes without the mean before RoPE: leave out {other}")
         self.metric, self.share, self.reach, self.ahead, self.additive = metric, share, reach, ahead, additive
-        self.mean = mean
+        self.mean, self.missed = mean, missed
         self.queries_share = share if metric == "own" and artefact == PROMPT else 0.0
         self.codes = RowBuffer(3, spare=0)  # [B,H,R,N] uint8, each byte of all rows together, as kernels read them
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
@@ -143,7 +167,21 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             self.by_row = (*self.by_row, "at")
             self.at = RowBuffer(1, spare=-1)  # [B,N] int32, positions of rows
             self.root = RowBuffer(2)  # [B,H,D] float32, the mean key before RoPE
+        elif missed:
+            raise ValueError(f"codes of {artefact} have mean=plain, and missed={missed:g} needs the mean before RoPE")
+        if missed:
+            self.by_row = (*self.by_row, "far")
+            self.far = RowBuffer(2, spare=False)  # [B,H,N] bool, rows that codes miss by more than the limit
+            self.limit = RowBuffer(2)  # [B,H,1] float32, of the mean square error of a logit
         self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
+
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and (bool(self.missed) or ability is not ReadsKeys)
+
+    def fix(self, rows: int, seal: int) -> None:
+        if self.missed:
+            raise ValueError(f"{self} lists on the host which rows codes miss: with fixed=True leave missed out")
+        super().fix(rows, seal)
 
     def _mean_of_file(self) -> str | None:
         """Return which mean key the codes of the file leave out, None without a file; ValueError where another one is
@@ -227,10 +265,20 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             "back": (kind, square),
             "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, channels)),
         }
+        if self.missed:
+            wanted |= {"far": (torch.bool, (batch, heads, count)), "limit": (torch.float32, (batch, heads, 1))}
         if self.turning:
             wanted |= {"at": (torch.int32, (batch, count)), "root": (torch.float32, (batch, heads, size))}
         check_tensors(state, wanted)
-        check_finite(state, "centre", "turn", "back", "centroids", *(["root"] if self.turning else []))
+        check_finite(
+            state,
+            "centre",
+            "turn",
+            "back",
+            "centroids",
+            *(["root"] if self.turning else []),
+            *(["limit"] if self.missed else []),
+        )
         check_equal(state, "known", (rows.positions >= 0).any(1, keepdim=True).cpu())
         if self.turning:
             check_equal(state, "at", rows.positions.int().cpu())
@@ -243,7 +291,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         by = into_range(tensors["centroids"], kind) / into_range(tensors["back"], kind)  # [H]
         turn, back = tensors["turn"] * by[:, None, None], tensors["back"] / by[:, None, None]
         centroids = tensors["centroids"] * by[:, None, None, None]
-        return tensors | {"turn": turn, "back": back.to(kind), "centroids": centroids.to(kind)}
+        found = tensors | {"turn": turn, "back": back.to(kind), "centroids": centroids.to(kind)}
+        return found | {"limit": self._limit(found, rows)} if self.missed else found
 
     def _prompts(self, rows: Rows) -> dict[str, Tensor]:
         """Return what the prompt's own keys and queries say, see `codes_of`."""
@@ -273,6 +322,14 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         codes = self.subspaces_of(keys.shape[2])
         return kept | codes_of(sample, queries, weights, codes, self.bits, self.seed, self.additive)
 
+    def _limit(self, tensors: dict[str, Tensor], rows: Rows) -> Tensor:
+        """Return what all but a share of `missed` rows are off by at most, `[H,1]` float32."""
+        drawn = self.drawn(rows.keys[0])
+        keys = self._without(tensors["root"], rows.keys[0][:, drawn], rows.positions[0, drawn])
+        return errors_of(keys, tensors["turn"], tensors["centre"], tensors["centroids"]).quantile(
+            1 - self.missed, dim=1, keepdim=True
+        )
+
     def _root(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return the mean `[H,D]` float32 of keys `[H,n,D]` before RoPE, 0 where that is not known."""
         rope = self.layer_context.rope
@@ -286,7 +343,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         return left
 
     def append(self, rows: Rows) -> None:
-        self._ranked = None  # storage may be replaced
+        self._ranked = self._listed = None  # storage may be replaced
         self.learn(rows)
         if not self.turning:
             self.extend(rows.keys)
@@ -294,6 +351,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         self.at.append(rows.positions.int())
         for keys, at in zip(rows.keys.split(PART, 2), rows.positions.split(PART, 1), strict=True):
             self.codes.append(self.encode_at(keys, at).mT)
+            if self.missed:
+                self.far.append(self._far(keys, at))
+
+    def _far(self, keys: Tensor, at: Tensor) -> Tensor:
+        """Return which rows codes miss by more than the limit, `[B,H,n]` bool."""
+        left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
+        sequences = zip(left, self.turn.data, self.centre.data, self.centroids.data, strict=True)
+        errors = torch.stack([errors_of(*own) for own in sequences])
+        return (errors > self.limit.data) & (at >= 0)[:, None]
 
     def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return what `encode` does of keys `[B,H,n,D]` at positions `[B,n]` int64; what is below 0 counts as 0."""
@@ -316,6 +382,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     # -- as the second of two stages -----------------------------------------------------------------------------------
 
     def as_second(self: Self) -> Self:
+        if self.missed:
+            raise ValueError(f"a second stage ranks by codes alone: give {self} missed=0")
         if self.mean == "rope":
             raise ValueError(f"a second stage is shown keys without their positions: give {self} mean=plain")
         if self._mean_of_file() == "rope":
@@ -344,7 +412,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def best_listed(self, query: Tensor, valid: Tensor, pages: Tensor, page: int, count: int) -> tuple[Tensor, Tensor]:
         rows = pages[..., None] * page + torch.arange(page, device=pages.device)  # [B,L,P,page]
         rows = torch.where(pages[..., None] < 0, -1, rows).flatten(2)
-        logits = listed_codes.logits(self.scaled_tables(query), self.stored(valid), rows.int())
+        logits = listed_codes.logits(self.scaled_tables(query), self.coded(valid), rows.int())
         once = torch.full(pages.shape[:2], self.reads(query)[1], device=pages.device)
         return best_of_listed(logits, self.group, pages, page, count), once * (pages >= 0).any(2)
 
@@ -378,15 +446,17 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         """Return what `tables` of queries `[B,H,G,D]` are made of, the mean key's part left out."""
         return Tables(query, self.back.visible, self.centroids.visible, temperature, self.beside())
 
-    def stored(self, valid: Tensor) -> ProductCodes:
+    def coded(self, valid: Tensor) -> ProductCodes:
         """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
         return ProductCodes(self.codes.visible, self.bits, valid)
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
-        found: Tensor = product_codes.logits(self.scaled_tables(query), self.stored(valid))
+        found: Tensor = product_codes.logits(self.scaled_tables(query), self.coded(valid))
         beside = self.beside()
         if beside is None:
             return found
+        if (missed := self._missed(query, valid)) is not None:
+            return found + replace(beside, missed=missed).products(query.float() / self.temperature(query.shape[3]))
         scaled, at = query.float() / self.temperature(query.shape[3]), beside.at
         if self.fixed_for_cache or at.device.type != "cpu":
             return found + beside.products(scaled)
@@ -398,22 +468,41 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         if not self._at_once:
             return super().select(query, step, budget)
         tables = self.factors(query, self.temperature(query.shape[3]))
-        return Selection(*product_codes.best(tables, self.stored(step.valid), budget), 1, whole=True)
+        if tables.beside is not None and (missed := self._missed(query, step.valid)) is not None:
+            tables = replace(tables, beside=replace(tables.beside, missed=missed))
+        return Selection(*product_codes.best(tables, self.coded(step.valid), budget), 1, whole=True)
 
     def chosen_by(self, valid: Tensor, size: int) -> RankedCodes | None:
         own = all(getattr(type(self), name) is getattr(QueryPQ, name) for name in OWN)
-        if not self._at_once or self.fixed_for_cache or not own:
+        if not self._at_once or self.fixed_for_cache or self.missed or not own:
             return None
         if self._ranked is None or self._ranked.valid is not valid:
             temperature = self.temperature(size)
             self._ranked = RankedCodes(
-                self.back.visible, self.centroids.visible, temperature, self.stored(valid), self.beside()
+                self.back.visible, self.centroids.visible, temperature, self.coded(valid), self.beside()
             )
         return self._ranked
 
     def _forget_views(self) -> None:
         super()._forget_views()
-        self._ranked = None
+        self._ranked = self._listed = None
+
+    def _missed(self, query: Tensor, valid: Tensor) -> MissedRows | None:
+        """Return what codes miss of the logits of the rows that they miss most; None: there are no such rows."""
+        if not self.missed:
+            return None
+        if self._listed is None or self._listed[0] != self.far.rows:
+            self._listed = self.far.rows, marked_rows(self.far.visible)
+        (_, ids), (batch, heads, members, size) = self._listed, query.shape
+        if not ids.shape[2]:
+            return None
+        scaled, temperature = self.scaled_tables(query), self.temperature(size)
+        coded = listed_codes.logits(scaled, self.coded(valid), ids)  # [B,H,G,X], -inf for none
+        if (beside := self.beside()) is not None:
+            coded = coded + beside.at_rows(query.float() / temperature, ids)
+        each = ids.repeat_interleave(members, 1)
+        products = listed_scores(query, self.stored_keys(), each).view(batch, heads, members, -1) / temperature
+        return MissedRows(ids, (products - coded).nan_to_num(0.0, 0.0, 0.0))
 
     @property
     def _at_once(self) -> bool:
@@ -440,6 +529,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         row = self.names(query.shape[3])[0]
         if self._adds:
             row += -(-PLACE // query.shape[1])  # which the KV heads share
+        if self.missed:
+            row += math.ceil(self.missed * query.shape[3] * query.element_size())
         return row, self._once(query.shape[3])
 
     def _once(self, size: int) -> int:

@@ -58,6 +58,8 @@ class BlockCodes(PageSelector):
                 "its codes are made for one prompt, and blocks are shared by many: train a file (sparseattn train "
                 "--method querypq) and serve querypq:artefact=FILE"
             )
+        if self.method.missed:
+            return f"it reads keys of a cache that is not in blocks: leave out missed={self.method.missed:g}"
         if self.page > 1:
             return "codes choose single rows there: leave out page, or serve lowbit:bits=1,page=16 for pages"
         return None
