@@ -359,7 +359,7 @@ SECOND = {
     "exact-layer", "exact-static", "freekv-next",
     "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
     "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pillar-newest",
-    "pq-each", "querypq-additive", "querypq-keys", "querypq-page", "querypq-plain", "querypq-rope",
+    "pq-each", "querypq-additive", "querypq-keys", "querypq-missed", "querypq-page", "querypq-plain", "querypq-rope",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
     "tailed-saap", "topp-group", "topp-querypq", "twostage-codes", "twostage-estimate", "twostage-querypq",
@@ -502,6 +502,11 @@ CASES = [
         "querypq-rope",
         lambda: with_rope(QueryPQ(8, 4, share=1.0, additive=True)),
         lambda: with_rope(QueryPQ(8, 4, share=1.0)),
+    ),
+    Case(
+        "querypq-missed",
+        lambda: with_rope(QueryPQ(8, 8, share=1.0, missed=0.1)),
+        lambda: with_rope(QueryPQ(8, 8, share=1.0, missed=0.1)),
     ),
     Case("tailed-querypq", lambda: Tailed(QueryPQ(8, 8, share=1.0), 8), lambda: Tailed(QueryPQ(8, 8, share=1.0), 8)),
     Case(

@@ -47,6 +47,11 @@ class MissedRows:
     ids: Tensor
     more: Tensor
 
+    def added(self, logits: Tensor) -> Tensor:
+        """Return logits `[B,H,G,N]` float32 with it."""
+        ids = self.ids[:, :, None]
+        return logits.scatter_add(3, ids.clamp(min=0).long().expand_as(self.more), torch.where(ids < 0, 0, self.more))
+
     def reach(self) -> Tensor:
         """Return the largest size of what is added, `[B,H,G]`."""
         if not self.ids.shape[2]:
@@ -75,10 +80,7 @@ class Turning:
     def products(self, query: Tensor) -> Tensor:
         """Return those of queries `[B,H,G,D]` float32 with it, and what is added besides, `[B,H,G,N]` float32."""
         found = self.rope.products_at(query, self.key, self.at.clamp(min=0).long())
-        if self.missed is None:
-            return found
-        ids, more = self.missed.ids[:, :, None], self.missed.more
-        return found.scatter_add(3, ids.clamp(min=0).long().expand_as(more), torch.where(ids < 0, 0, more))
+        return found if self.missed is None else self.missed.added(found)
 
     def at_rows(self, query: Tensor, ids: Tensor) -> Tensor:
         """Return the products of queries `[B,H,G,D]` float32 with it at rows `ids` `[B,H,X]`, `[B,H,G,X]` float32; of

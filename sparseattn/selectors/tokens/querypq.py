@@ -116,7 +116,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
     choices = (4, 8)
     channels = 2
     _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
-    _listed: tuple[int, Tensor] | None = None  # how many rows there were, and which of them codes miss, see `_missed`
+    _listed: tuple[Tensor, Tensor] | None = None  # the marks of rows that codes miss, and the list of these
     method = "querypq"
 
     def __init__(
@@ -452,23 +452,24 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
         found: Tensor = product_codes.logits(self.scaled_tables(query), self.coded(valid))
-        beside = self.beside()
-        if beside is None:
-            return found
-        if (missed := self._missed(query, valid)) is not None:
-            return found + replace(beside, missed=missed).products(query.float() / self.temperature(query.shape[3]))
+        found = found if (beside := self.beside()) is None else found + self._products(query, beside)
+        return found if (missed := self._missed(query, valid)) is None else missed.added(found)
+
+    def _products(self, query: Tensor, beside: Turning) -> Tensor:
+        """Return the products of queries `[B,H,G,D]` with what rows have beside their codes, `[B,H,G,N]` float32."""
         scaled, at = query.float() / self.temperature(query.shape[3]), beside.at
         if self.fixed_for_cache or at.device.type != "cpu":
-            return found + beside.products(scaled)
+            return beside.products(scaled)
         last = max(int(at.max()), 0) if at.numel() else 0
         below = beside.rope.products_below(scaled, beside.key, last + 1)
-        return found + below.gather(3, at.clamp(min=0).long()[:, None, None].expand_as(found))
+        return below.gather(3, at.clamp(min=0).long()[:, None, None].expand(*below.shape[:3], -1))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        if not self._at_once:
-            return super().select(query, step, budget)
         tables = self.factors(query, self.temperature(query.shape[3]))
-        if tables.beside is not None and (missed := self._missed(query, step.valid)) is not None:
+        missed = self._missed(query, step.valid) if self._at_once else None
+        if not self._at_once or (missed is not None and tables.beside is None):
+            return super().select(query, step, budget)
+        if missed is not None and tables.beside is not None:
             tables = replace(tables, beside=replace(tables.beside, missed=missed))
         return Selection(*product_codes.best(tables, self.coded(step.valid), budget), 1, whole=True)
 
@@ -491,8 +492,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         """Return what codes miss of the logits of the rows that they miss most; None: there are no such rows."""
         if not self.missed:
             return None
-        if self._listed is None or self._listed[0] != self.far.rows:
-            self._listed = self.far.rows, marked_rows(self.far.visible)
+        far = self.far.visible  # the same object as long as nothing moves
+        if self._listed is None or self._listed[0] is not far:
+            self._listed = far, marked_rows(far)
         (_, ids), (batch, heads, members, size) = self._listed, query.shape
         if not ids.shape[2]:
             return None
