@@ -15,6 +15,7 @@ from sparseattn.core.step_cost import Shape, step_cost
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.additive_codes import dispatch as additive_codes
 from sparseattn.roles.roles import Roles
+from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import vote
 from sparseattn.selectors.parameters.query_metric import (
     as_coded,
@@ -269,6 +270,34 @@ def test_half_of_the_vectors_get_the_rope_of_positions_to_come() -> None:
     assert 0.4 < float((apart.argmin(1) < 100).double().mean()) < 0.6, "half are in the first quarter"
 
 
+def test_rows_that_codes_miss_are_ranked_by_their_keys() -> None:
+    """Those of the prompt, and one that is sealed later and resembles nothing before it."""
+    query, keys, values = attention(1, 2, 3, 600, 16)
+    rope = Rope.of(16)
+    keys[:, :, 590] = 9.0
+    selector = QueryPQ(2, share=1.0, missed=0.05).for_layer(LayerContext(0, rope=rope))
+    cache = KVCache(selector, sink=0, window=0, seal=20, check=True)
+    for first, last in ((0, 500), (500, 600)):
+        cache.append(keys[:, :, first:last], values[:, :, first:last], query[:, :, :, first:last])
+        cache.seal()
+    far, own = cache.selector.far.visible, cache.selector
+    assert far[:, :, :500].sum(2).tolist() == [[25, 25]]
+    assert bool(far[:, :, 590].all())
+    asked, valid = query[:, :, :, -1], torch.ones(1, 600, dtype=torch.bool)
+    found, wanted = own.logits(asked, valid), asked @ keys.mT / 4
+    off = (found - wanted).abs()  # but for what is rounded to 16 bits
+    marked = far[:, :, None].expand_as(off)
+    assert float(off[marked].max()) < 0.06 * float(wanted.std()) < 0.5 * float(off[~marked].max())
+    plain = QueryPQ(2, share=1.0).for_layer(LayerContext(0, rope=rope))
+    assert plain.has(ReadsKeys) < own.has(ReadsKeys)
+    best = vote(found, "softmax")[0].topk(30).indices.sort().values
+    start = cache.select(asked, 30).start[0].sort().values
+    assert (best == start).double().mean() > 0.95, "tables are rounded"
+    cache.crop(560)
+    assert own.far.rows == 560
+    assert bool(own.logits(asked, valid[:, :560]).isfinite().all())
+
+
 @pytest.mark.parametrize(("mean", "more"), [("plain", 0.2), ("auto", 0.02)])
 def test_codes_of_a_long_answer_are_as_good_as_the_prompts_if_the_rope_is_known(mean: str, more: float) -> None:
     """What later keys and queries are without RoPE, the prompt's are too. The mean before RoPE is most of that."""
@@ -436,6 +465,9 @@ def test_what_querypq_refuses() -> None:
             "codes with additive are the prompt's own: leave out artefact=a",
         ),
         ({"mean": "rope", "subspaces": 120}, "subspaces is 112 or less, or with mean=plain 128, as sums .* got 120$"),
+        ({"missed": 0.7}, "missed is a share of rows, 0 to 0.5, got 0.7"),
+        ({"missed": 0.1, "additive": True}, "missed=0.1 is for product codes without .* leave out additive"),
+        ({"missed": 0.1, "mean": "plain"}, "missed=0.1 is for product codes without .* leave out mean=plain"),
         ({"mean": "before"}, "mean is one of auto, plain, rope, got 'before'"),
         ({"reach": 2.0}, "reach is a power of weights, 0 to 1, got 2.0"),
     ):

@@ -82,14 +82,6 @@ class Turning:
         found = self.rope.products_at(query, self.key, self.at.clamp(min=0).long())
         return found if self.missed is None else self.missed.added(found)
 
-    def at_rows(self, query: Tensor, ids: Tensor) -> Tensor:
-        """Return the products of queries `[B,H,G,D]` float32 with it at rows `ids` `[B,H,X]`, `[B,H,G,X]` float32; of
-        -1 as of row 0."""
-        (batch, heads), rows = self.key.shape[:2], ids.clamp(min=0).long()
-        at = self.at.clamp(min=0).long()[:, None].expand(-1, heads, -1).gather(2, rows)
-        asked, key = query.flatten(0, 1)[:, None], self.key.flatten(0, 1)[:, None]
-        return self.rope.products_at(asked, key, at.flatten(0, 1)).unflatten(0, (batch, heads))[:, :, 0]
-
     def bounds(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least and the largest that `products` can be at any position, `[B,H,G]` float32 each, or less and
         more."""

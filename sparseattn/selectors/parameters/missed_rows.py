@@ -1,4 +1,4 @@
-"""Rows that product codes miss most: how far off their logits are, and lists of those that are too far."""
+"""Rows that product codes miss most: what is missed of their keys, and lists of those of which it is too much."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from sparseattn.selectors.parameters.query_metric import as_coded
 
 
-def errors_of(keys: Tensor, turn: Tensor, centre: Tensor, centroids: Tensor) -> Tensor:
-    """Return the mean square error `[H,n]` of the logits of keys `[H,n,D]` float32 by their codes, over the queries of
-    the metric; turn, centre, centroids: see `codes_of`."""
+def missed_by(keys: Tensor, turn: Tensor, centre: Tensor, centroids: Tensor) -> Tensor:
+    """Return what codes miss of turned keys, `[H,n,D]`: its squared length is the mean square error of a logit over the
+    queries of the metric. keys: `[H,n,D]` float32; turn, centre, centroids: see `codes_of`."""
     turned = (keys - centre[:, None]) @ turn.mT
-    return (turned - as_coded(turned, centroids.float())).square().sum(2)
+    return turned - as_coded(turned, centroids.float())
 
 
 def marked_rows(marks: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from sparseattn.kernels import codebooks
 from sparseattn.kernels.additive_codes import dispatch as additive_codes
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
-from sparseattn.kernels.listed_scores.dispatch import listed_scores
 from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import (
     MOST,
@@ -35,7 +34,7 @@ from sparseattn.kernels.product_codes.codes import (
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed, ReadsKeys
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.missed_rows import errors_of, marked_rows
+from sparseattn.selectors.parameters.missed_rows import marked_rows, missed_by
 from sparseattn.selectors.parameters.query_metric import codes_of, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
@@ -92,17 +91,18 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             more, and choosing in long contexts takes longer. Not as a second stage. In a layer whose RoPE is not known
             it finds what "plain" finds. "plain": that of keys as they are, one for all positions. "auto" (default):
             that of the file with `artefact`, "plain" as a second stage, else "rope".
-        missed: share of rows, at most half, whose logits are those of their keys themselves: the rows that codes miss
-            most, by the mean square error of a logit. Rows sealed later are among them where codes miss them as much.
-            A single line that resembles nothing else is found then. 0 (default): none. Only with the mean before RoPE,
-            where the cache's keys are at hand, and not with `additive`.
+        missed: share of rows, at most half, that are ranked by their keys themselves: the rows that codes miss most, by
+            the mean square error of a logit. Rows sealed later are among them where codes miss them as much. A single
+            line that resembles nothing else is found then. 0 (default): none. Not with the plain mean or `additive`,
+            and only where the cache keeps keys as they are.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
     reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not. Where the mean is "plain" there are no
     positions, and D numbers of 32 bits.
 
-    With `missed` a row has one more byte for each KV head, and a step reads the keys of this share of rows.
+    With `missed` a row has one more byte for each KV head, which a step does not read, and this share of rows
+    2 D more, which it does.
 
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
@@ -116,7 +116,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
     choices = (4, 8)
     channels = 2
     _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
-    _listed: tuple[Tensor, Tensor] | None = None  # the marks of rows that codes miss, and the list of these
+    _listed: tuple[Tensor, Tensor, Tensor] | None = None  # marks of rows that codes miss, and `_residuals` of these
     method = "querypq"
 
     def __init__(
@@ -326,9 +326,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         """Return what all but a share of `missed` rows are off by at most, `[H,1]` float32."""
         drawn = self.drawn(rows.keys[0])
         keys = self._without(tensors["root"], rows.keys[0][:, drawn], rows.positions[0, drawn])
-        return errors_of(keys, tensors["turn"], tensors["centre"], tensors["centroids"]).quantile(
-            1 - self.missed, dim=1, keepdim=True
-        )
+        missed = missed_by(keys, tensors["turn"], tensors["centre"], tensors["centroids"])
+        return missed.square().sum(2).quantile(1 - self.missed, dim=1, keepdim=True)
 
     def _root(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return the mean `[H,D]` float32 of keys `[H,n,D]` before RoPE, 0 where that is not known."""
@@ -358,7 +357,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         """Return which rows codes miss by more than the limit, `[B,H,n]` bool."""
         left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
         sequences = zip(left, self.turn.data, self.centre.data, self.centroids.data, strict=True)
-        errors = torch.stack([errors_of(*own) for own in sequences])
+        errors = torch.stack([missed_by(*own).square().sum(2) for own in sequences])
         return (errors > self.limit.data) & (at >= 0)[:, None]
 
     def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
@@ -453,7 +452,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
         found: Tensor = product_codes.logits(self.scaled_tables(query), self.coded(valid))
         found = found if (beside := self.beside()) is None else found + self._products(query, beside)
-        return found if (missed := self._missed(query, valid)) is None else missed.added(found)
+        return found if (missed := self._missed(query)) is None else missed.added(found)
 
     def _products(self, query: Tensor, beside: Turning) -> Tensor:
         """Return the products of queries `[B,H,G,D]` with what rows have beside their codes, `[B,H,G,N]` float32."""
@@ -466,7 +465,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         tables = self.factors(query, self.temperature(query.shape[3]))
-        missed = self._missed(query, step.valid) if self._at_once else None
+        missed = self._missed(query) if self._at_once else None
         if not self._at_once or (missed is not None and tables.beside is None):
             return super().select(query, step, budget)
         if missed is not None and tables.beside is not None:
@@ -488,23 +487,30 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         super()._forget_views()
         self._ranked = self._listed = None
 
-    def _missed(self, query: Tensor, valid: Tensor) -> MissedRows | None:
+    def _missed(self, query: Tensor) -> MissedRows | None:
         """Return what codes miss of the logits of the rows that they miss most; None: there are no such rows."""
         if not self.missed:
             return None
         far = self.far.visible  # the same object as long as nothing moves
         if self._listed is None or self._listed[0] is not far:
-            self._listed = far, marked_rows(far)
-        (_, ids), (batch, heads, members, size) = self._listed, query.shape
+            self._listed = far, *self._residuals(far)
+        _, ids, residuals = self._listed
         if not ids.shape[2]:
             return None
-        scaled, temperature = self.scaled_tables(query), self.temperature(size)
-        coded = listed_codes.logits(scaled, self.coded(valid), ids)  # [B,H,G,X], -inf for none
-        if (beside := self.beside()) is not None:
-            coded = coded + beside.at_rows(query.float() / temperature, ids)
-        each = ids.repeat_interleave(members, 1)
-        products = listed_scores(query, self.stored_keys(), each).view(batch, heads, members, -1) / temperature
-        return MissedRows(ids, (products - coded).nan_to_num(0.0, 0.0, 0.0))
+        turned = (query.float() / self.temperature(query.shape[3])) @ self.back.visible.float().mT
+        return MissedRows(ids, (turned.to(residuals.dtype) @ residuals.mT).float())
+
+    def _residuals(self, far: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows that `far` `[B,H,N]` marks, `[B,H,X]` int32, -1 for none, and what their codes miss of their
+        turned keys, `[B,H,X,D]` of 16 bits."""
+        ids = marked_rows(far)
+        place, at = ids.clamp(min=0).long(), self.at.visible.clamp(min=0).long()[:, None].expand_as(far)
+        keys = self.stored_keys()
+        keys = keys.gather(2, place[..., None].expand(-1, -1, -1, keys.shape[3]))
+        left, kind = self._without(self.root.visible, keys, at.gather(2, place)), half(keys)
+        every = zip(left, self.turn.visible, self.centre.visible, self.centroids.visible, strict=True)
+        missed = torch.stack([missed_by(*own) for own in every])
+        return ids, missed.masked_fill_((ids < 0)[..., None], 0).to(kind)
 
     @property
     def _at_once(self) -> bool:
@@ -532,7 +538,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         if self._adds:
             row += -(-PLACE // query.shape[1])  # which the KV heads share
         if self.missed:
-            row += math.ceil(self.missed * query.shape[3] * query.element_size())
+            row += math.ceil(self.missed * 2 * query.shape[3])
         return row, self._once(query.shape[3])
 
     def _once(self, size: int) -> int:
