@@ -293,9 +293,6 @@ def test_rows_that_codes_miss_are_ranked_by_their_keys() -> None:
     best = vote(found, "softmax")[0].topk(30).indices.sort().values
     start = cache.select(asked, 30).start[0].sort().values
     assert (best == start).double().mean() > 0.95, "tables are rounded"
-    cache.crop(560)
-    assert own.far.rows == 560
-    assert bool(own.logits(asked, valid[:, :560]).isfinite().all())
 
 
 @pytest.mark.parametrize(("mean", "more"), [("plain", 0.2), ("auto", 0.02)])

@@ -48,6 +48,7 @@ MEANS = ("auto", "plain", "rope")
 MOST_ADDED = 4096  # centroids whose products with each other a seal makes
 PLACE = 4  # bytes of a row's position
 PART = 1 << 16  # rows whose means are taken off at a time
+FEW = 1 << 20  # numbers of rows whose errors are looked at at a time: they stay in a processor's caches
 OWN = ("select", "factors", "coded", "beside")  # what a subclass with a choice of its own may have changed
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
@@ -116,7 +117,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
     choices = (4, 8)
     channels = 2
     _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
-    _listed: tuple[Tensor, Tensor, Tensor] | None = None  # marks of rows that codes miss, and `_residuals` of these
+    # Marks of rows that codes miss, `_residuals` of these, and `_first`.
+    _listed: tuple[Tensor, Tensor, Tensor, int | None] | None = None
     method = "querypq"
 
     def __init__(
@@ -348,17 +350,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             self.extend(rows.keys)
             return
         self.at.append(rows.positions.int())
-        for keys, at in zip(rows.keys.split(PART, 2), rows.positions.split(PART, 1), strict=True):
-            self.codes.append(self.encode_at(keys, at).mT)
+        batch, heads, _, size = rows.keys.shape
+        few = max(FEW // (batch * heads * size), 1) if self.missed else PART
+        for keys, at in zip(rows.keys.split(few, 2), rows.positions.split(few, 1), strict=True):
+            left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
+            self.codes.append(self.encode(left).mT)
             if self.missed:
-                self.far.append(self._far(keys, at))
-
-    def _far(self, keys: Tensor, at: Tensor) -> Tensor:
-        """Return which rows codes miss by more than the limit, `[B,H,n]` bool."""
-        left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
-        sequences = zip(left, self.turn.data, self.centre.data, self.centroids.data, strict=True)
-        errors = torch.stack([missed_by(*own).square().sum(2) for own in sequences])
-        return (errors > self.limit.data) & (at >= 0)[:, None]
+                own = zip(left, self.turn.data, self.centre.data, self.centroids.data, strict=True)
+                errors = torch.stack([missed_by(*parts).square().sum(2) for parts in own])
+                self.far.append((errors > self.limit.data) & (at >= 0)[:, None])
 
     def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return what `encode` does of keys `[B,H,n,D]` at positions `[B,n]` int64; what is below 0 counts as 0."""
@@ -469,7 +469,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         if not self._at_once or (missed is not None and tables.beside is None):
             return super().select(query, step, budget)
         if missed is not None and tables.beside is not None:
-            tables = replace(tables, beside=replace(tables.beside, missed=missed))
+            first = None if self._listed is None else self._listed[3]
+            tables = replace(tables, beside=replace(tables.beside, missed=missed, first=first))
         return Selection(*product_codes.best(tables, self.coded(step.valid), budget), 1, whole=True)
 
     def chosen_by(self, valid: Tensor, size: int) -> RankedCodes | None:
@@ -493,12 +494,19 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             return None
         far = self.far.visible  # the same object as long as nothing moves
         if self._listed is None or self._listed[0] is not far:
-            self._listed = far, *self._residuals(far)
-        _, ids, residuals = self._listed
+            self._listed = far, *self._residuals(far), self._first()
+        _, ids, residuals, _ = self._listed
         if not ids.shape[2]:
             return None
         turned = (query.float() / self.temperature(query.shape[3])) @ self.back.visible.float().mT
         return MissedRows(ids, (turned.to(residuals.dtype) @ residuals.mT).float())
+
+    def _first(self) -> int | None:
+        """Return the position of every sequence's first row where all others follow it one by one; else None."""
+        at = self.at.visible
+        first = int(at[0, 0])
+        places = torch.arange(first, first + at.shape[1], dtype=at.dtype, device=at.device)
+        return first if first >= 0 and torch.equal(at, places.expand_as(at)) else None
 
     def _residuals(self, far: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows that `far` `[B,H,N]` marks, `[B,H,X]` int32, -1 for none, and what their codes miss of their
