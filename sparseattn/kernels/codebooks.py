@@ -40,6 +40,11 @@ def paired(names: Tensor) -> Tensor:
     return low | high << 4
 
 
+def unpaired(names: Tensor, count: int) -> Tensor:
+    """Return `[..,S]` of what `paired` made of them, S given as `count`."""
+    return torch.stack([names & 15, names >> 4], -1).flatten(-2)[..., :count]
+
+
 def products(query: Tensor, books: Tensor) -> Tensor:
     """`[B,H,G,S,K]` float32: the products of queries `[B,H,G,S*d]` with the centroids `[B,H,S,K,d]`, or of queries
     `[B,H,G,D]` with centroids `[B,H,S,K,D]` of all channels."""

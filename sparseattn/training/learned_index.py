@@ -273,8 +273,10 @@ class ProductBooks(Index):
         return self.scale * (query @ self.parameters["back"][:, None].mT) @ kept[:, None].mT
 
     def scores_of(self, drawn: DrawnQueries) -> Tensor:
-        if self.rope is None or drawn.at is None or "root" not in self.codes:
+        if self.rope is None or "root" not in self.codes:
             return super().scores_of(drawn)
+        if drawn.at is None:
+            raise ValueError("codes without the mean before RoPE need the positions of keys, which are not known")
         mean = self.rope.turn(self.codes["root"][:, None].expand(drawn.keys.shape), drawn.at)  # [H,n,D]
         return self.scores(drawn.query, drawn.keys - mean) + self.scale * drawn.query @ mean[:, None].mT
 

@@ -30,5 +30,5 @@ def test_a_store_of_another_layout_is_refused() -> None:
     store = torch.zeros(4, 2, 32, 4, dtype=torch.uint8).transpose(2, 3)
     with pytest.raises(ValueError, match="a head's bytes of an entry are adjacent"):
         gather(store, torch.zeros(1, 1, dtype=torch.int32), impl="numba")
-    with pytest.raises(ValueError, match=r"an entry's rows are a multiple of 8, got 12 with strides"):
+    with pytest.raises(ValueError, match=r"rows of an entry, strides and offset are multiples of 8, got 12 rows"):
         gather(torch.zeros(4, 2, 4, 12, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), impl="numba")

@@ -282,6 +282,7 @@ def test_rows_that_codes_miss_are_ranked_by_their_keys() -> None:
         cache.seal()
     far, own = cache.selector.far.visible, cache.selector
     assert far[:, :, :500].sum(2).tolist() == [[25, 25]]
+    assert bool((far[:, :, 500:].sum(2) <= 5).all()), "as large a share of what is sealed later, though codes miss more"
     assert bool(far[:, :, 590].all())
     asked, valid = query[:, :, :, -1], torch.ones(1, 600, dtype=torch.bool)
     found, wanted = own.logits(asked, valid), asked @ keys.mT / 4
@@ -290,9 +291,9 @@ def test_rows_that_codes_miss_are_ranked_by_their_keys() -> None:
     assert float(off[marked].max()) < 0.06 * float(wanted.std()) < 0.5 * float(off[~marked].max())
     plain = QueryPQ(2, share=1.0).for_layer(LayerContext(0, rope=rope))
     assert plain.has(ReadsKeys) < own.has(ReadsKeys)
-    best = vote(found, "softmax")[0].topk(30).indices.sort().values
-    start = cache.select(asked, 30).start[0].sort().values
-    assert (best == start).double().mean() > 0.95, "tables are rounded"
+    votes, start = vote(found, "softmax")[0].exp(), cache.select(asked, 30).start[0].long()
+    best = votes.topk(30).values.sum(1)
+    assert bool((votes.gather(1, start).sum(1) > 0.98 * best).all()), "tables are rounded"
 
 
 @pytest.mark.parametrize(("mean", "more"), [("plain", 0.2), ("auto", 0.02)])

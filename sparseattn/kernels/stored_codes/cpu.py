@@ -60,7 +60,10 @@ def gather(store: Tensor, table: Tensor) -> Tensor:
         )
     steps = store.stride(0), store.stride(1), store.storage_offset()
     if unit % WORD or any(step % WORD for step in steps):
-        raise ValueError(f"an entry's rows are a multiple of {WORD}, got {unit} with strides {store.stride()}")
+        raise ValueError(
+            f"rows of an entry, strides and offset are multiples of {WORD}, got {unit} rows, strides {store.stride()} "
+            f"and offset {store.storage_offset()}"
+        )
     batch, listed = table.shape
     out = torch.empty(batch, heads, count, listed * unit, dtype=torch.uint8)
     if out.numel():

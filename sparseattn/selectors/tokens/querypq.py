@@ -34,8 +34,8 @@ from sparseattn.kernels.product_codes.codes import (
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed, ReadsKeys
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.missed_rows import marked_rows, missed_by
-from sparseattn.selectors.parameters.query_metric import codes_of, moves_ahead, reached
+from sparseattn.selectors.parameters.missed_rows import largest_marked, marked_rows, missed_by
+from sparseattn.selectors.parameters.query_metric import as_coded, codes_of, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -92,10 +92,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             more, and choosing in long contexts takes longer. Not as a second stage. In a layer whose RoPE is not known
             it finds what "plain" finds. "plain": that of keys as they are, one for all positions. "auto" (default):
             that of the file with `artefact`, "plain" as a second stage, else "rope".
-        missed: share of rows, at most half, that are ranked by their keys themselves: the rows that codes miss most, by
-            the mean square error of a logit. Rows sealed later are among them where codes miss them as much. A single
-            line that resembles nothing else is found then. 0 (default): none. Not with the plain mean or `additive`,
-            and only where the cache keeps keys as they are.
+        missed: share of rows, at most half, whose logits are those of their keys, but for rounding: the rows that codes
+            miss most, by the mean square error of a logit. Of rows sealed later, as large a share may be among them, if
+            codes miss them by more than the prompt's limit. A single line that resembles nothing else is found then. 0
+            (default): none. Not with the plain mean or `additive`, and only where the cache keeps keys as they are.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
@@ -109,7 +109,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
     `scan_bytes`: the codes of every row and its position, which the KV heads share, and once per KV head the centroids,
-    the map of queries and the means. Where the mean is "plain" no positions are read.
+    the map of queries and the means. Where the mean is "plain" no positions are read. With
+    `missed` what is kept of that share of rows, too.
     """
 
     learns_once = True
@@ -170,7 +171,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             self.at = RowBuffer(1, spare=-1)  # [B,N] int32, positions of rows
             self.root = RowBuffer(2)  # [B,H,D] float32, the mean key before RoPE
         elif missed:
-            raise ValueError(f"codes of {artefact} have mean=plain, and missed={missed:g} needs the mean before RoPE")
+            raise ValueError(
+                f"codes of {artefact} have mean=plain, and missed={missed:g} needs the mean before RoPE: train a "
+                f"file with --mean rope, or leave missed out"
+            )
         if missed:
             self.by_row = (*self.by_row, "far")
             self.far = RowBuffer(2, spare=False)  # [B,H,N] bool, rows that codes miss by more than the limit
@@ -328,8 +332,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         """Return what all but a share of `missed` rows are off by at most, `[H,1]` float32."""
         drawn = self.drawn(rows.keys[0])
         keys = self._without(tensors["root"], rows.keys[0][:, drawn], rows.positions[0, drawn])
-        missed = missed_by(keys, tensors["turn"], tensors["centre"], tensors["centroids"])
-        return missed.square().sum(2).quantile(1 - self.missed, dim=1, keepdim=True)
+        turned = (keys - tensors["centre"][:, None]) @ tensors["turn"].mT
+        errors = (turned - as_coded(turned, tensors["centroids"].float())).square().sum(2)
+        return errors.quantile(1 - self.missed, dim=1, keepdim=True)
 
     def _root(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return the mean `[H,D]` float32 of keys `[H,n,D]` before RoPE, 0 where that is not known."""
@@ -350,15 +355,28 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             self.extend(rows.keys)
             return
         self.at.append(rows.positions.int())
-        batch, heads, _, size = rows.keys.shape
-        few = max(FEW // (batch * heads * size), 1) if self.missed else PART
+        batch, heads, count, size = rows.keys.shape
+        errors, few = [], max(FEW // (batch * heads * size), 1) if self.missed else PART
         for keys, at in zip(rows.keys.split(few, 2), rows.positions.split(few, 1), strict=True):
             left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
-            self.codes.append(self.encode(left).mT)
+            codes = self.encode(left)
+            self.codes.append(codes.mT)
             if self.missed:
-                own = zip(left, self.turn.data, self.centre.data, self.centroids.data, strict=True)
-                errors = torch.stack([missed_by(*parts).square().sum(2) for parts in own])
-                self.far.append((errors > self.limit.data) & (at >= 0)[:, None])
+                own = self._missed_of(left, codes).square().sum(3)
+                errors.append(own.masked_fill_((at < 0)[:, None], -torch.inf))
+        if self.missed:
+            most = math.ceil(self.missed * count)
+            self.far.append(largest_marked(torch.cat(errors, 2), self.limit.data, most))
+
+    def _missed_of(self, left: Tensor, codes: Tensor) -> Tensor:
+        """Return what codes `[B,H,n,R]` miss of turned keys, `[B,H,n,D]` float32; left: `[B,H,n,D]`, keys without the
+        mean before RoPE."""
+        names = codebooks.unpaired(codes, self.subspaces_of(left.shape[3])) if self.bits == 4 else codes
+        parts = left, names, self.turn.data, self.centre.data, self.centroids.data
+        every = []
+        for own, named, turn, centre, centroids in zip(*parts, strict=True):
+            every.append(missed_by((own - centre[:, None]) @ turn.mT, named, centroids))
+        return torch.stack(every)
 
     def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return what `encode` does of keys `[B,H,n,D]` at positions `[B,n]` int64; what is below 0 counts as 0."""
@@ -382,14 +400,14 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
 
     def as_second(self: Self) -> Self:
         if self.missed:
-            raise ValueError(f"a second stage ranks by codes alone: give {self} missed=0")
-        if self.mean == "rope":
-            raise ValueError(f"a second stage is shown keys without their positions: give {self} mean=plain")
+            raise ValueError(f"a second stage ranks by codes alone: leave missed={self.missed:g} out")
         if self._mean_of_file() == "rope":
             raise ValueError(
                 f"a second stage is shown keys without their positions, and codes of {self.artefact} need them: give "
                 f"it a file that is trained with --mean plain"
             )
+        if self.mean == "rope":
+            raise ValueError(f"a second stage is shown keys without their positions: give {self} mean=plain")
         if not self.turning:
             return self
         plain = self.for_layer(self.layer_context)  # what was given may serve elsewhere, in its own form
@@ -437,7 +455,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
-        products = self.factors(query, 1.0).numbers()
+        products = Tables(query, self.back.visible, self.centroids.visible).numbers()
         products[:, :, :, 0] += query @ self.centre.visible[..., None]
         return products
 
@@ -464,11 +482,12 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         return below.gather(3, at.clamp(min=0).long()[:, None, None].expand(*below.shape[:3], -1))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        tables = self.factors(query, self.temperature(query.shape[3]))
-        missed = self._missed(query) if self._at_once else None
-        if not self._at_once or (missed is not None and tables.beside is None):
+        if not self._at_once:
             return super().select(query, step, budget)
-        if missed is not None and tables.beside is not None:
+        tables, missed = self.factors(query, self.temperature(query.shape[3])), self._missed(query)
+        if missed is not None:
+            if tables.beside is None:  # without a RoPE nothing is added for each row
+                return super().select(query, step, budget)
             first = None if self._listed is None else self._listed[3]
             tables = replace(tables, beside=replace(tables.beside, missed=missed, first=first))
         return Selection(*product_codes.best(tables, self.coded(step.valid), budget), 1, whole=True)
@@ -510,15 +529,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
 
     def _residuals(self, far: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows that `far` `[B,H,N]` marks, `[B,H,X]` int32, -1 for none, and what their codes miss of their
-        turned keys, `[B,H,X,D]` of 16 bits."""
+        turned keys, `[B,H,X,D]` bfloat16."""
         ids = marked_rows(far)
         place, at = ids.clamp(min=0).long(), self.at.visible.clamp(min=0).long()[:, None].expand_as(far)
         keys = self.stored_keys()
         keys = keys.gather(2, place[..., None].expand(-1, -1, -1, keys.shape[3]))
-        left, kind = self._without(self.root.visible, keys, at.gather(2, place)), half(keys)
-        every = zip(left, self.turn.visible, self.centre.visible, self.centroids.visible, strict=True)
-        missed = torch.stack([missed_by(*own) for own in every])
-        return ids, missed.masked_fill_((ids < 0)[..., None], 0).to(kind)
+        left = self._without(self.root.visible, keys, at.gather(2, place))
+        codes = self.codes.visible.mT.gather(2, place[..., None].expand(-1, -1, -1, self.codes.visible.shape[2]))
+        # Products with queries may be beyond float16, which codes alone keep within their range.
+        return ids, self._missed_of(left, codes).masked_fill_((ids < 0)[..., None], 0).bfloat16()
 
     @property
     def _at_once(self) -> bool:

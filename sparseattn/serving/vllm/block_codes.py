@@ -33,10 +33,12 @@ class BlockCodes(PageSelector):
         method: with an artefact and single rows.
     """
 
-    entry_names = ("codes", "first")
+    entry_names: tuple[str, ...] = ("codes",)
     part_names = ("method",)
 
     def __init__(self, method: QueryPQ) -> None:
+        if method.turning:
+            self.entry_names = ("codes", "first")  # the position of an entry's first row
         super().__init__(method.page, method.group)
         self.method = method
 
@@ -75,17 +77,17 @@ class BlockCodes(PageSelector):
             self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
         at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten()
         codes = self.method.encode_at(keys, at.expand(len(keys), -1))  # [B,H,n,M]
-        return {
-            "codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous(),  # [B,H,E,M,unit]
-            "first": first.int()[:, None].expand(*codes.shape[:2], -1, 1),
-        }
+        made = {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
+        if self.method.turning:
+            made["first"] = first.int()[:, None].expand(*codes.shape[:2], -1, 1)
+        return made
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         codes = entries["codes"].permute(0, 1, 3, 2, 4).flatten(3)  # [B,H,M,N]
-        return self._scores(query, self._held(codes, real), self._beside_of(entries["first"][:, 0, 0, 0], real))
+        return self._scores(query, self._held(codes, real), self._beside(entries, real))
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        return self._scores(query, self._held(gather(store["codes"], table), table >= 0), self._beside(store, table))
+        return self._scores(query, self._held(gather(store["codes"], table), table >= 0), self._beside_at(store, table))
 
     def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
         if self.group != "softmax" or self.page > 1:
@@ -93,7 +95,7 @@ class BlockCodes(PageSelector):
         keys = self._held(gather(store["codes"], table), table >= 0)
         every, method = len(query), self.method
         back, centroids = (_of_all(part.visible, every) for part in (method.back, method.centroids))
-        tables = Tables(query, back, centroids, method.temperature(query.shape[3]), self._beside(store, table))
+        tables = Tables(query, back, centroids, method.temperature(query.shape[3]), self._beside_at(store, table))
         start, length = product_codes.best(tables, keys, count)
         return torch.where(length > 0, start, -1)
 
@@ -103,28 +105,28 @@ class BlockCodes(PageSelector):
     def _held(self, codes: Tensor, real: Tensor) -> ProductCodes:
         return ProductCodes(codes, self.method.bits, real.repeat_interleave(self.unit, 1))
 
-    def _beside_of(self, first: Tensor, listed: Tensor) -> Turning | None:
-        """Return what rows have beside their codes, see `QueryPQ.beside`.
-
-        Args:
-            first: `[B]` int32, the positions of sequences' first rows.
-            listed: `[B,E]`, one for each of their entries, which lie one behind the other.
-        """
-        method, (every, entries) = self.method, listed.shape
-        if not method.turning:
+    def _beside(self, entries: Entries, listed: Tensor) -> Turning | None:
+        """Return what rows have beside their codes, see `QueryPQ.beside`; `entries`: those `listed` `[B,E]` is of."""
+        if not self.method.turning or not listed.shape[1]:
             return None
+        return self._beside_from(entries["first"][:, 0, 0, 0], listed)
+
+    def _beside_at(self, store: Entries, table: Tensor) -> Turning | None:
+        """Return likewise of the entries that a table names in a store."""
+        if not self.method.turning or not table.shape[1]:
+            return None
+        first = store["first"][:, 0, 0][table[:, 0].clamp(min=0).long()]
+        return self._beside_from(torch.where(table[:, 0] < 0, first.max(), first), table)
+
+    def _beside_from(self, first: Tensor, listed: Tensor) -> Turning | None:
+        """Return likewise, by the positions `first` `[B]` int32 of sequences' first rows: their entries lie one behind
+        the other."""
+        method, (every, entries) = self.method, listed.shape
         rows, root = torch.arange(entries * self.unit, dtype=torch.int32, device=first.device), method.root.visible
         firsts = first.tolist()
         if firsts != firsts[:1] * every:
             return method.beside_at(_of_all(root, every), first[:, None] + rows)
         return method.beside_at(_of_all(root, every), (first[:1] + rows).expand(every, -1), firsts[0])
-
-    def _beside(self, store: Entries, table: Tensor) -> Turning | None:
-        """Return likewise of the rows of a table's entries."""
-        if not table.shape[1]:
-            return None
-        first = store["first"][:, 0, 0][table[:, 0].clamp(min=0).long()]
-        return self._beside_of(torch.where(table[:, 0] < 0, first.max(), first), table)
 
     def _scores(self, query: Tensor, keys: ProductCodes, beside: Turning | None) -> Tensor:
         logits = product_codes.logits(self.method.scaled_tables(query), keys)

@@ -60,6 +60,8 @@ class Store:
         """
         count, heads, rows, size = keys.shape
         keys = keys.transpose(0, 1).contiguous().view(1, heads, count * rows, size)
+        if first is None and type(self.selector).entries_at is not PageSelector.entries_at:
+            raise ValueError(f"{self.selector.label()} needs the positions of rows, which are not known here")
         made = self.selector.entries(keys) if first is None else self.selector.entries_at(keys, first)
         for name, part in made.items():
             self.entries[name][places] = part[0].transpose(0, 1)
