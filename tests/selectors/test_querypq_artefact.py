@@ -145,6 +145,17 @@ def test_rows_sealed_later_and_an_index_file_are_coded_by_the_file(
     assert file.name.startswith("querypq-")
 
 
+def test_rows_that_a_files_codes_miss_are_ranked_by_their_keys(traces: list[Path], trained: Path) -> None:
+    trace = Trace.open(traces[1])
+    shown, cache = trace.layer(0), filled(QueryPQ(4, artefact=str(trained), missed=0.1), trace, 0, queries=False)
+    query, far = shown.query[None, :, :, -1].float(), cache.selector.far.visible
+    found = cache.selector.logits(query, torch.ones(1, 500, dtype=torch.bool))
+    off = (found - query @ shown.keys[None].float().mT / 4).abs()
+    assert far.sum(2).tolist() == [[50, 50]]
+    marked = far[:, :, None].expand_as(off)
+    assert float(off[marked].mean()) < 0.1 * float(off[~marked].mean())
+
+
 def test_what_is_distilled_are_the_logits_of_the_codes(traces: list[Path], trained: Path) -> None:
     shown, made = Trace.open(traces[0]).layer(0), Calibration.load(trained)
     keys, query, at = shown.keys.float(), shown.query[:, :, -8:].float(), torch.arange(500)
