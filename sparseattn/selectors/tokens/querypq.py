@@ -334,7 +334,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         keys = self._without(tensors["root"], rows.keys[0][:, drawn], rows.positions[0, drawn])
         turned = (keys - tensors["centre"][:, None]) @ tensors["turn"].mT
         errors = (turned - as_coded(turned, tensors["centroids"].float())).square().sum(2)
-        return errors.quantile(1 - self.missed, dim=1, keepdim=True)
+        count = errors.shape[1]
+        return errors.kthvalue(count - math.floor(self.missed * count), dim=1, keepdim=True).values
 
     def _root(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return the mean `[H,D]` float32 of keys `[H,n,D]` before RoPE, 0 where that is not known."""
