@@ -127,19 +127,20 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
         return NONE_ADDED, ()
     key, rope, step = turning.key.float().contiguous(), turning.rope, WIDE * AT_ONCE
     batch, rows = turning.at.shape
-    if turning.first is None:
-        last = max(int(turning.at.max()), 0) if turning.at.numel() else 0
-        least = int(turning.at.where(turning.at >= 0, last).min()) if turning.at.numel() else 0
+    at, first = turning.at, turning.first
+    if first is None:
+        last = max(int(at.max()), 0) if at.numel() else 0
+        least = int(at.where(at >= 0, last).min()) if at.numel() else 0
     else:
-        last, least = turning.first + rows - 1, turning.first
-    before = least // step * step
+        last, least = first + rows - 1, first
+    before = least // step * step  # the first position that is worked on
     blocks = AT_ONCE * ((last - before) // step + 1)
     angles = angles_of(tuple(rope.inv_freq.tolist()), before // WIDE, blocks)  # by value: each layer has one of its own
-    if turning.first is None:
-        at = turning.at.clamp(min=before) - before  # from the first position that is worked on
+    if first is None:
+        at = at.clamp(min=before) - before
         begins = _begins(at)
     else:
-        at, begins = turning.at, torch.full((batch,), least - before)
+        begins = torch.full((batch,), first - before)
     tensors = at, begins, angles.far, angles.near, angles.wide_far, angles.wide_near, angles.slow, angles.order, key
     slowest = angles.slow.shape[1]
     middling = angles.wide_far.shape[1] // 2 - slowest

@@ -205,6 +205,7 @@ def meet_queries(numbers, which, query, share, met):
     with its key to `met` `[2,G,F + M + S]`, and behind these, `[G]`, how far from 0 they can be, but for what does not
     turn. Return how far apart the least and the largest are, at the head where that is most."""
     order_at, key_at, wide, interleaved, _, size = numbers[8:14]
+    reach_at, missed = numbers[22:24]
     both = numbers[17] + numbers[18] + numbers[19]
     key = array_at(np.float32, key_at + 4 * which * size, size)
     order, half, most = array_at(np.int64, order_at, both), wide // 2, np.float32(0)
@@ -221,8 +222,8 @@ def meet_queries(numbers, which, query, share, met):
             across, along = a * c + b * d, b * c - a * d
             met[g * both + i], met[(share + g) * both + i] = across, along
             reach += np.sqrt(across * across + along * along)
-        if numbers[23]:
-            reach += array_at(np.float32, numbers[22] + 4 * (which * share + g), 1)[0]
+        if missed:
+            reach += array_at(np.float32, reach_at + 4 * (which * share + g), 1)[0]
         met[2 * share * both + g] = reach
         most = max(most, 2 * reach)
     return most
@@ -295,10 +296,8 @@ def add_missed(own, rows, step, highest):
     """Add to what rows have, `own` `[N]` int16 in whole steps, what codes miss of some, and return the largest number
     of them and `highest`. rows: addresses of ids and of what is added, the KV head, the query head, and how many."""
     ids_at, more_at, which, head, count = rows
-    ids, more = (
-        array_at(np.int32, ids_at + 4 * which * count, count),
-        array_at(np.float32, more_at + 4 * head * count, count),
-    )
+    ids = array_at(np.int32, ids_at + 4 * which * count, count)
+    more = array_at(np.float32, more_at + 4 * head * count, count)
     top = np.int64(highest)
     for i in range(count if step > 0 else 0):
         if ids[i] >= 0:
