@@ -99,6 +99,7 @@ from sparseattn.core.context import LayerContext, StepContext
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.step_cost import Scan
+from sparseattn.kernels.product_codes.missed_rows import MissedRows
 from sparseattn.selectors.abilities import (
     Biases,
     EstimatesMass,
@@ -692,6 +693,12 @@ def _drawn_attention(batch: int, kv: int, group: int, rows: int, size: int) -> t
     layer = synthetic(rows, heads=batch * kv, group=group, size=size, clusters=8, rope=True).layer(0)
     split = (layer.query, layer.keys, layer.values)
     return tuple(x.unflatten(0, (batch, kv)) for x in split)
+
+
+def rows_missed(selector: QueryPQ, rows: int) -> Tensor:
+    """Return of which rows a selector keeps what codes miss, `[B,H,N]` bool."""
+    ids = MissedRows(selector.far.visible, selector.back.visible).ids
+    return (ids[..., None] == torch.arange(rows)).any(2)
 
 
 def full(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

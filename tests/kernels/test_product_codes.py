@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sparseattn.core.rope import Rope
 from sparseattn.kernels.product_codes import cpu_angles, cpu_registers, dispatch, reference
-from sparseattn.kernels.product_codes.codes import MORE, MissedRows, ProductCodes, Tables, Turning, rounded
+from sparseattn.kernels.product_codes.codes import MORE, ProductCodes, Tables, Turning, rounded
+from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed
 
 
 def chosen(tables: Tables, keys: ProductCodes, count: int, impl: str) -> torch.Tensor:
@@ -106,7 +107,7 @@ def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_referen
     check_choices(replace(tables, beside=turning), keys, "numba", counts)
     ids = torch.stack([torch.randperm(shape[-1], generator=draw)[:9] for _ in range(batch * heads)]).int()
     ids = torch.cat([ids, torch.full((len(ids), 2), -1)], 1).view(batch, heads, 11)
-    missed = MissedRows(ids.int(), 3 * much * torch.randn(batch, heads, tables.query.shape[2], 11, generator=draw))
+    missed = MissedRows(packed(ids, much * torch.randn(batch, heads, 11, size, generator=draw)), tables.turn)
     check_choices(replace(tables, beside=replace(turning, missed=missed)), keys, "numba", counts)
     if ordered == "whole":  # as an engine's are
         first = int(at.max()) - shape[-1] + 1

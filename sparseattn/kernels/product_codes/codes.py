@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseattn.core.rope import Rope
 from sparseattn.kernels import codebooks
+from sparseattn.kernels.product_codes.missed_rows import MissedRows
 
 MORE = 2  # candidates for every row that is chosen: with as many the vote chooses as among all (the log, 2026-11-25)
 BLOCK = 64  # rows that kernels take at once
@@ -36,30 +37,6 @@ class ProductCodes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MissedRows:
-    """What codes miss of the logits of single rows.
-
-    Args:
-        ids: `[B,H,X]` int32, the rows, none twice; -1 for none.
-        more: `[B,H,G,X]` float32, what is added to their logits for a query; what stands beside -1 counts for nothing.
-    """
-
-    ids: Tensor
-    more: Tensor
-
-    def added(self, logits: Tensor) -> Tensor:
-        """Return logits `[B,H,G,N]` float32 with it."""
-        ids = self.ids[:, :, None]
-        return logits.scatter_add(3, ids.clamp(min=0).long().expand_as(self.more), torch.where(ids < 0, 0, self.more))
-
-    def reach(self) -> Tensor:
-        """Return the largest size of what is added, `[B,H,G]`."""
-        if not self.ids.shape[2]:
-            return self.more.new_zeros(self.more.shape[:3])
-        return torch.where(self.ids[:, :, None] < 0, 0, self.more).abs().amax(3)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Turning:
     """A key that each row has beside what its codes say, turned to the row's position.
 
@@ -78,9 +55,10 @@ class Turning:
     missed: MissedRows | None = None
 
     def products(self, query: Tensor) -> Tensor:
-        """Return those of queries `[B,H,G,D]` float32 with it, and what is added besides, `[B,H,G,N]` float32."""
+        """Return those of queries `[B,H,G,D]` float32, divided by the temperature, with it, and what is added besides,
+        `[B,H,G,N]` float32."""
         found = self.rope.products_at(query, self.key, self.at.clamp(min=0).long())
-        return found if self.missed is None else self.missed.added(found)
+        return found if self.missed is None else self.missed.added(found, query)
 
     def bounds(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least and the largest that `products` can be at any position, `[B,H,G]` float32 each, or less and
@@ -88,7 +66,7 @@ class Turning:
         least, most = self.rope.bounds(query, self.key)
         if self.missed is None:
             return least, most
-        reach = self.missed.reach()
+        reach = self.missed.reach(query)
         return least - reach, most + reach
 
 

@@ -34,7 +34,13 @@ from sparseattn.kernels.product_codes.cpu_angles import BLOCKS_AT, NUMBERS, turn
 from sparseattn.kernels.product_codes.cpu_choice import choose_rows, pack, room, words_needed
 from sparseattn.kernels.product_codes.cpu_lists import TILE
 from sparseattn.kernels.product_codes.cpu_tables import make_tables, round_tables
-from sparseattn.kernels.product_codes.cpu_turning import meet_queries, room_of_met, round_turned, turning_room
+from sparseattn.kernels.product_codes.cpu_turning import (
+    meet_missed,
+    meet_queries,
+    room_of_met,
+    round_turned,
+    turning_room,
+)
 
 _room, _room_beside = njit(room), njit(room_beside)
 CANDIDATE = 80  # multiplications that take as long as listing a candidate, its vote and its place among the best
@@ -71,6 +77,7 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
         tables = np.empty((share, subspaces, entries), np.float32)
         names, tail = np.empty((share, count * 8 // bits, entries), np.uint8), np.zeros((count + 1) * TILE, np.uint8)
         met, highest = np.empty(room_of_met(turning, share), np.float32), np.zeros(share, np.int16)
+        more_missed = np.empty(share * turning[NUMBERS - 1], np.float32)
         words = np.empty(words_needed(share, count * 8 // bits << bits, bits), np.uint64)
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             for i in range(share * wide):
@@ -80,10 +87,12 @@ def best_by_codes(kinds, numbers, root, query_at, arenas_at, out_at):
             arena = arenas_at + worker * arena_size
             shortest, added, stride = np.float32(0), 0, 0
             if turning[0]:
-                shortest = meet_queries(turning, which, scaled, share, met) / np.float32(_room_beside(subspaces))
+                meet_missed(turning, which, turned, share, wide, more_missed)
+                shortest = meet_queries(turning, which, scaled, share, more_missed, met)
+                shortest /= np.float32(_room_beside(subspaces))
             grain = round_tables(tables, names, shortest)
             if turning[0]:
-                added, stride = round_turned(turning, which, share, met, grain, arena + behind, highest)
+                added, stride = round_turned(turning, which, share, met, more_missed, grain, arena + behind, highest)
             unit = grain * LOG2E
             pack(names.reshape(share, -1), share, words)
             b, h = which // heads, which % heads

@@ -144,16 +144,21 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     tensors = at, begins, angles.far, angles.near, angles.wide_far, angles.wide_near, angles.slow, angles.order, key
     slowest = angles.slow.shape[1]
     middling = angles.wide_far.shape[1] // 2 - slowest
-    missed: tuple[Tensor, ...] = ()
-    if turning.missed is not None:
-        missed = turning.missed.ids.contiguous(), turning.missed.more.contiguous(), turning.missed.reach().contiguous()
+    records = key if turning.missed is None else adjacent_heads(turning.missed.records)
+    missed = (0, 0, 0) if turning.missed is None else (records.stride(1), records.shape[3], records.shape[2])
     # Whether there is one, addresses, R, whether interleaved, heads and D of the keys, rows, blocks; pairs; and of rows
-    # that codes miss addresses of ids, of what is added and of the most of it, and how many of a KV head.
+    # that codes miss the address, bytes from a KV head to the next, of a row, and how many of a KV head.
     numbers = [1, *(tensor.data_ptr() for tensor in tensors), rope.rotated, rope.interleaved, heads, size, rows,
                blocks, angles.quick, angles.far.shape[1] // 2, middling, slowest,
-               *(tensor.data_ptr() for tensor in missed or (key,) * 3),
-               missed[0].shape[2] if missed else 0]  # fmt: skip
-    return np.array(numbers, np.int64), (*tensors, *missed)
+               records.data_ptr(), *missed]  # fmt: skip
+    return np.array(numbers, np.int64), (*tensors, records)
+
+
+def adjacent_heads(records: Tensor) -> Tensor:
+    """Return records `[B,H,X,W]`, those of a KV head adjacent, and heads equally far apart."""
+    batch, heads, _, width = records.shape
+    regular = records.stride()[2:] == (width, 1) and (batch == 1 or records.stride(0) == heads * records.stride(1))
+    return records if regular else records.contiguous()
 
 
 def _begins(at: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ block. Pairs that turn little within a block are taken together, see `cpu_angles
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -20,7 +22,7 @@ from numba.extending import intrinsic
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_centroids import OUTPUTS as ROWS
 from sparseattn.kernels.numba_centroids import VECTORS, multiply
-from sparseattn.kernels.numba_rows import FAST, array_at
+from sparseattn.kernels.numba_rows import FAST, array_at, dot, dot4
 from sparseattn.kernels.numba_vectors import (
     FLOAT,
     FLOATS,
@@ -28,7 +30,6 @@ from sparseattn.kernels.numba_vectors import (
     WORDS,
     call,
     every,
-    larger,
     place_in,
     splat,
     times_plus,
@@ -44,10 +45,22 @@ from sparseattn.kernels.product_codes.cpu_angles import (
     TOGETHER,
     WIDE,
 )
+from sparseattn.kernels.product_codes.missed_rows import HEADER, HIGHEST, MIDDLE, MULTIPLE
 
 SHORTS = ir.VectorType(ir.IntType(16), LANES)
 BACKWARDS = ir.Constant(WORDS, list(reversed(range(LANES))))
 PADDED = 128  # rows that kernels may read behind the last
+TOP = 32_767  # of 16 bits
+
+
+def _places() -> Any:
+    """Return where `multiply` writes the terms of `AT_ONCE` blocks, block by block, `[AT_ONCE * TERMS]` int64: in tiles
+    of `VECTORS` columns, each of all blocks together."""
+    row, column = np.divmod(np.arange(AT_ONCE * TERMS, dtype=np.uint64), np.uint64(COLUMNS))
+    return (column // VECTORS * TOGETHER + row) * VECTORS + column % VECTORS
+
+
+PLACES: Any = _places()
 
 
 def turning_room(share: int, rows: int, blocks: int) -> int:
@@ -144,7 +157,7 @@ def _add_blocks(typing, left, apart, blocks, near, size, bias, out, to):
     def code(context, builder, signature, arguments):
         left_, apart_, blocks_, near_, size_, bias_, out_, to_ = arguments
         index = size_.type
-        most = cgutils.alloca_once_value(builder, every(FLOATS, 0.0))
+        most = cgutils.alloca_once_value(builder, every(SHORTS, 0))
         begin = splat(builder, bias_, FLOATS)
         totals = [[[cgutils.alloca_once(builder, FLOATS) for _ in range(STRIPES)] for _ in range(2)]
                   for _ in range(OUTPUTS)]  # fmt: skip
@@ -176,36 +189,78 @@ def _add_blocks(typing, left, apart, blocks, near, size, bias, out, to):
                     x, y = builder.load(even[stripe]), builder.load(odd[stripe])
                     behind, ahead = HALF + stripe * LANES, HALF - (stripe + 1) * LANES
                     for steps, place in ((builder.fadd(x, y), behind), (builder.fsub(x, y), ahead)):
-                        steps = larger(builder, steps, every(FLOATS, 0.0))
-                        builder.store(larger(builder, steps, builder.load(most)), most)
                         words = builder.fptosi(steps, WORDS)
+                        for bound, beyond in ((every(WORDS, 0), "<"), (every(WORDS, TOP), ">")):
+                            words = builder.select(builder.icmp_signed(beyond, words, bound), bound, words)
+                        shorts, before = builder.trunc(words, SHORTS), builder.load(most)
+                        above = builder.icmp_signed(">", shorts, before)
+                        builder.store(builder.select(above, shorts, before), most)
                         if place == ahead:
-                            words = builder.shuffle_vector(words, words, BACKWARDS)
+                            shorts = builder.shuffle_vector(shorts, shorts, BACKWARDS)
                         where = builder.add(at, ir.Constant(index, place))
-                        short = builder.trunc(words, SHORTS)
-                        builder.store(short, place_in(context, builder, out, out_, where, SHORTS), align=2)
-        return call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", FLOAT, builder.load(most))
+                        builder.store(shorts, place_in(context, builder, out, out_, where, SHORTS), align=2)
+        top = call(builder, f"llvm.vector.reduce.smax.v{LANES}i16", ir.IntType(16), builder.load(most))
+        return builder.sext(top, index)
 
     index = types.intp
-    return types.float32(left, index, index, near, index, types.float32, out, index), code
+    return types.intp(left, index, index, near, index, types.float32, out, index), code
+
+
+@intrinsic
+def _take_codes(typing, codes, half, out):
+    """Write what `half` bytes at an address stand for, two codes each, to `out` `[2 half]` float32."""
+
+    def code(context, builder, signature, arguments):
+        codes_, half_, out_ = arguments
+        names, kind = ir.VectorType(ir.IntType(8), MULTIPLE), ir.VectorType(FLOAT, MULTIPLE)
+        step = ir.Constant(half_.type, MULTIPLE)
+        with cgutils.for_range_slice(builder, ir.Constant(half_.type, 0), half_, step, intp=half_.type) as (i, _):
+            both = builder.load(builder.inttoptr(builder.add(codes_, i), names.as_pointer()), align=1)
+            low, high = builder.and_(both, every(names, HIGHEST)), builder.lshr(both, every(names, 4))
+            for part, at in ((low, i), (high, builder.add(half_, i))):
+                number = builder.uitofp(builder.zext(part, ir.VectorType(ir.IntType(32), MULTIPLE)), kind)
+                place = place_in(context, builder, out, out_, at, kind)
+                builder.store(builder.fsub(number, every(kind, MIDDLE)), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, out), code
 
 
 @njit
-def _column(number):
-    """Return where `multiply` writes a term, by its number among those of all blocks."""
-    if VECTORS == COLUMNS:
-        return number
-    row, column = number // COLUMNS, number % COLUMNS
-    return (column // VECTORS * TOGETHER + row) * VECTORS + column % VECTORS
+def meet_missed(numbers, which, turned, share, wide, more):
+    """Write what codes miss of the logits of rows to `more` `[G,X]` float32, 0 where there is no row; turned: a KV
+    head's queries `[G*D]` float32, as `make_tables` writes them."""
+    records_at, apart, width, count = numbers[20:24]
+    if count == 0:
+        return
+    half, each = width - HEADER, np.empty(2 * (width - HEADER), np.float32)
+    for i in range(count):
+        at = records_at + which * apart + i * width
+        if array_at(np.int32, at, 1)[0] < 0:
+            for g in range(share):
+                more[g * count + i] = 0
+            continue
+        scale = array_at(np.float32, at + 4, 1)[0]
+        _take_codes(at + HEADER, half, each)
+        g = 0
+        while share - g >= 4:
+            four = dot4(turned, g * wide, each, 0, wide)
+            for k in range(4):
+                more[(g + k) * count + i] = four[k] * scale
+            g += 4
+        while g < share:
+            more[g * count + i] = dot(turned, g * wide, each, 0, wide) * scale
+            g += 1
 
 
 @njit
-def meet_queries(numbers, which, query, share, met):
+def meet_queries(numbers, which, query, share, more, met):
     """Write what cosine and sine of each pair's angle count for in the products of a KV head's queries `[G*D]` float32
     with its key to `met` `[2,G,F + M + S]`, and behind these, `[G]`, how far from 0 they can be, but for what does not
-    turn. Return how far apart the least and the largest are, at the head where that is most."""
+    turn. Return how far apart the least and the largest are, at the head where that is most; more: see `meet_missed`.
+    """
     order_at, key_at, wide, interleaved, _, size = numbers[8:14]
-    reach_at, missed = numbers[22:24]
+    count = numbers[23]
     both = numbers[17] + numbers[18] + numbers[19]
     key = array_at(np.float32, key_at + 4 * which * size, size)
     order, half, most = array_at(np.int64, order_at, both), wide // 2, np.float32(0)
@@ -222,8 +277,10 @@ def meet_queries(numbers, which, query, share, met):
             across, along = a * c + b * d, b * c - a * d
             met[g * both + i], met[(share + g) * both + i] = across, along
             reach += np.sqrt(across * across + along * along)
-        if missed:
-            reach += array_at(np.float32, reach_at + 4 * (which * share + g), 1)[0]
+        top = np.float32(0)
+        for i in range(g * count, (g + 1) * count):
+            top = max(top, abs(more[i]))
+        reach += top
         met[2 * share * both + g] = reach
         most = max(most, 2 * reach)
     return most
@@ -236,13 +293,13 @@ def room_of_met(numbers, share):
 
 
 @njit
-def round_turned(numbers, which, share, met, step, arena, highest):
+def round_turned(numbers, which, share, met, more, step, arena, highest):
     """Write the products of a KV head's queries with its key, turned to each row's position, as int16 in whole steps
-    from the least that they can be, and the largest of each query head to `highest` `[G]` int16; met: what
-    `meet_queries` has written, which is divided by the step. Return the address of the first row's, and how many
-    numbers on the next query head's are."""
+    from the least that they can be, and the largest of each query head to `highest` `[G]` int16; met, more: what
+    `meet_queries`, which is divided by the step, and `meet_missed` have written. Return the address of the first row's,
+    and how many numbers on the next query head's are."""
     (at_at, begins_at, far_at, near_at, wide_far_at, wide_near_at, slow_at, _, _, _, _, heads, _, rows, blocks, pairs,
-     filled, middling, slowest, ids_at, more_at, _, missed) = numbers[1:NUMBERS]  # fmt: skip
+     filled, middling, slowest, _, _, _, missed) = numbers[1:NUMBERS]  # fmt: skip
     both, few, inner, stride = filled + middling + slowest, TERMS // 2, 2 * middling + TERMS, blocks * WIDE + PADDED
     size, apart = pairs + few, AT_ONCE * (pairs + few) + LANES
     far, near = array_at(np.float32, far_at, blocks * 2 * filled), array_at(np.float32, near_at, 2 * size * HALF)
@@ -254,7 +311,7 @@ def round_turned(numbers, which, share, met, step, arena, highest):
     for g in range(share):
         u, v = met[g * both : (g + 1) * both], met[(share + g) * both : (share + g + 1) * both]
         slow_u, slow_v = u[filled:], v[filled:]
-        reach, top = met[2 * share * both + g] + np.float32(0.5), np.float32(0)
+        reach, top = met[2 * share * both + g] + np.float32(0.5), 0
         for block in range(0, blocks, AT_ONCE):
             for n in range(TOGETHER):
                 first = (block // TOGETHER + n) * 2 * (middling + slowest)
@@ -266,8 +323,8 @@ def round_turned(numbers, which, share, met, step, arena, highest):
                 at = n * size
                 _turn_pairs(u, v, far, (block + n) * 2 * filled, filled, left, at, apart)
                 for i in range(few):
-                    left[at + pairs + i] = terms[_column(n * TERMS + i)]
-                    left[apart + at + pairs + i] = terms[_column(n * TERMS + few + i)]
+                    left[np.uint64(at + pairs + i)] = terms[PLACES[np.uint64(n * TERMS + i)]]
+                    left[np.uint64(apart + at + pairs + i)] = terms[PLACES[np.uint64(n * TERMS + few + i)]]
             at = g * stride + block * WIDE
             top = max(top, _add_blocks(left, apart, AT_ONCE // OUTPUTS, near, size, reach, whole, at))
         highest[g] = np.int16(top)
@@ -277,7 +334,7 @@ def round_turned(numbers, which, share, met, step, arena, highest):
     if begin >= 0:
         for g in range(share if missed else 0):
             own = array_at(np.int16, arena + 2 * (g * stride + begin), rows)
-            highest[g] = add_missed(own, (ids_at, more_at, which, which * share + g, missed), step, highest[g])
+            highest[g] = add_missed(own, numbers, which, more[g * missed : (g + 1) * missed], step, highest[g])
         return arena + 2 * begin, stride
     places = array_at(np.int32, at_at + 4 * sequence * rows, rows)
     by_row, row_stride = array_at(np.int16, arena + 2 * share * stride, share * (rows + PADDED)), rows + PADDED
@@ -287,22 +344,21 @@ def round_turned(numbers, which, share, met, step, arena, highest):
         by_row[g * row_stride + rows : (g + 1) * row_stride] = 0
         if missed:
             own = by_row[g * row_stride : g * row_stride + rows]
-            highest[g] = add_missed(own, (ids_at, more_at, which, which * share + g, missed), step, highest[g])
+            highest[g] = add_missed(own, numbers, which, more[g * missed : (g + 1) * missed], step, highest[g])
     return arena + 2 * share * stride, row_stride
 
 
 @njit
-def add_missed(own, rows, step, highest):
-    """Add to what rows have, `own` `[N]` int16 in whole steps, what codes miss of some, and return the largest number
-    of them and `highest`. rows: addresses of ids and of what is added, the KV head, the query head, and how many."""
-    ids_at, more_at, which, head, count = rows
-    ids = array_at(np.int32, ids_at + 4 * which * count, count)
-    more = array_at(np.float32, more_at + 4 * head * count, count)
+def add_missed(own, numbers, which, more, step, highest):
+    """Add to what rows have, `own` `[N]` int16 in whole steps, what codes miss of some, `more` `[X]`, and return the
+    largest number of them and `highest`."""
+    records_at, apart, width, count = numbers[20:24]
     top = np.int64(highest)
     for i in range(count if step > 0 else 0):
-        if ids[i] >= 0:
-            found = max(np.int64(own[ids[i]]) + np.int64(np.floor(more[i] / step + np.float32(0.5))), 0)
-            own[ids[i]], top = np.int16(found), max(top, found)
+        row = array_at(np.int32, records_at + which * apart + i * width, 1)[0]
+        if row >= 0:
+            found = max(np.int64(own[row]) + np.int64(np.floor(more[i] / step + np.float32(0.5))), 0)
+            own[row], top = np.int16(found), max(top, found)
     return np.int16(top)
 
 

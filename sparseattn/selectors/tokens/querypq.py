@@ -25,17 +25,16 @@ from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import (
     MOST,
     MOST_BESIDE,
-    MissedRows,
     ProductCodes,
     RankedCodes,
     Tables,
     Turning,
 )
-from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed, ReadsKeys
+from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed, record_bytes
+from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.missed_rows import largest_marked, marked_rows, missed_by
-from sparseattn.selectors.parameters.query_metric import as_coded, codes_of, moves_ahead, reached
+from sparseattn.selectors.parameters.query_metric import as_coded, codes_of, decoded, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -53,7 +52,7 @@ OWN = ("select", "factors", "coded", "beside")  # what a subclass with a choice 
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
 
-class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCalibration, ProductCoded):
+class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     """Reads the rows with the largest products of the query with the centroids that stand for their turned keys.
 
     The prompt's keys, less their mean, are turned so that a distance between two of them is the root mean square
@@ -92,18 +91,17 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             more, and choosing in long contexts takes longer. Not as a second stage. In a layer whose RoPE is not known
             it finds what "plain" finds. "plain": that of keys as they are, one for all positions. "auto" (default):
             that of the file with `artefact`, "plain" as a second stage, else "rope".
-        missed: share of rows, at most half, whose logits are those of their keys, but for rounding: the rows that codes
-            miss most, by the mean square error of a logit. Of rows sealed later, as large a share may be among them, if
+        missed: share of rows, at most half, of which what codes miss is kept in 4 bits a channel: the rows that codes
+            miss most, by the mean square error of a logit. Of each seal's rows, as large a share may be among them, if
             codes miss them by more than the prompt's limit. A single line that resembles nothing else is found then. 0
-            (default): none. Not with the plain mean or `additive`, and only where the cache keeps keys as they are.
+            (default): none. Not with the plain mean or `additive`.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
     reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not. Where the mean is "plain" there are no
     positions, and D numbers of 32 bits.
 
-    With `missed` a row has one more byte for each KV head, which a step does not read, and this share of rows
-    2 D more, which it does.
+    With `missed` this share of rows takes `D / 2 + 8` bytes more for each KV head.
 
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
@@ -118,8 +116,6 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
     choices = (4, 8)
     channels = 2
     _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
-    # Marks of rows that codes miss, `_residuals` of these, and `_first`.
-    _listed: tuple[Tensor, Tensor, Tensor, int | None] | None = None
     method = "querypq"
 
     def __init__(
@@ -176,18 +172,18 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
                 f"file with --mean rope, or leave missed out"
             )
         if missed:
-            self.by_row = (*self.by_row, "far")
-            self.far = RowBuffer(2, spare=False)  # [B,H,N] bool, rows that codes miss by more than the limit
+            self.far = RowBuffer(2, spare=255)  # [B,H,X,W] uint8, see `MissedRows`, of rows beyond the limit
             self.limit = RowBuffer(2)  # [B,H,1] float32, of the mean square error of a logit
         self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
 
-    def has(self, ability: type) -> bool:
-        return super().has(ability) and (bool(self.missed) or ability is not ReadsKeys)
-
     def fix(self, rows: int, seal: int) -> None:
-        if self.missed:
-            raise ValueError(f"{self} lists on the host which rows codes miss: with fixed=True leave missed out")
         super().fix(rows, seal)
+        if self.missed:  # a first seal may be of any length
+            self.far.room = self._most_missed(rows) + math.ceil(rows / seal) * self._most_missed(seal)
+
+    def _most_missed(self, count: int) -> int:
+        """Return of how many of a seal's `count` rows is kept what codes miss."""
+        return math.ceil(self.missed * count)
 
     def _mean_of_file(self) -> str | None:
         """Return which mean key the codes of the file leave out, None without a file; ValueError where another one is
@@ -272,7 +268,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, channels)),
         }
         if self.missed:
-            wanted |= {"far": (torch.bool, (batch, heads, count)), "limit": (torch.float32, (batch, heads, 1))}
+            records = batch, heads, self._most_missed(count), record_bytes(size)
+            wanted |= {"far": (torch.uint8, records), "limit": (torch.float32, (batch, heads, 1))}
         if self.turning:
             wanted |= {"at": (torch.int32, (batch, count)), "root": (torch.float32, (batch, heads, size))}
         check_tensors(state, wanted)
@@ -288,6 +285,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         check_equal(state, "known", (rows.positions >= 0).any(1, keepdim=True).cpu())
         if self.turning:
             check_equal(state, "at", rows.positions.int().cpu())
+        if self.missed:
+            _check_missed(MissedRows(state["far"], state["back"]), count)
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, kind = rows.keys[0], half(rows.keys)
@@ -350,14 +349,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         return left
 
     def append(self, rows: Rows) -> None:
-        self._ranked = self._listed = None  # storage may be replaced
+        self._ranked = None  # storage may be replaced
         self.learn(rows)
         if not self.turning:
             self.extend(rows.keys)
             return
         self.at.append(rows.positions.int())
-        batch, heads, count, size = rows.keys.shape
-        errors, few = [], max(FEW // (batch * heads * size), 1) if self.missed else PART
+        first, errors = self.at.rows - rows.positions.shape[1], []
+        batch, heads, _, size = rows.keys.shape
+        few = max(FEW // (batch * heads * size), 1) if self.missed else PART
         for keys, at in zip(rows.keys.split(few, 2), rows.positions.split(few, 1), strict=True):
             left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
             codes = self.encode(left)
@@ -366,17 +366,28 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
                 own = self._missed_of(left, codes).square().sum(3)
                 errors.append(own.masked_fill_((at < 0)[:, None], -torch.inf))
         if self.missed:
-            most = math.ceil(self.missed * count)
-            self.far.append(largest_marked(torch.cat(errors, 2), self.limit.data, most))
+            self._keep_missed(rows, torch.cat(errors, 2), first)
+
+    def _keep_missed(self, rows: Rows, errors: Tensor, first: int) -> None:
+        """Keep what codes miss of those of `rows`, coded from row `first` on, that have the largest errors `[B,H,n]`,
+        where these are beyond the limit."""
+        values, places = errors.topk(self._most_missed(errors.shape[2]), 2)  # [B,H,X]
+        beyond = values > self.limit.data
+        wide = places[..., None].expand(-1, -1, -1, rows.keys.shape[3])
+        at = rows.positions.clamp(min=0)[:, None].expand_as(errors).gather(2, places)
+        left = self._without(self.root.data, rows.keys.gather(2, wide), at)
+        codes = self.codes.data[..., first:].gather(3, places[:, :, None].expand(-1, -1, self.codes.full.shape[2], -1))
+        missed = self._missed_of(left, codes.mT).masked_fill_(~beyond[..., None], 0)
+        self.far.append(packed(torch.where(beyond, places + first, -1), missed))
 
     def _missed_of(self, left: Tensor, codes: Tensor) -> Tensor:
         """Return what codes `[B,H,n,R]` miss of turned keys, `[B,H,n,D]` float32; left: `[B,H,n,D]`, keys without the
-        mean before RoPE."""
+        mean before RoPE. Its squared length is the mean square error of a logit over the queries of the metric."""
         names = codebooks.unpaired(codes, self.subspaces_of(left.shape[3])) if self.bits == 4 else codes
         parts = left, names, self.turn.data, self.centre.data, self.centroids.data
         every = []
         for own, named, turn, centre, centroids in zip(*parts, strict=True):
-            every.append(missed_by((own - centre[:, None]) @ turn.mT, named, centroids))
+            every.append((own - centre[:, None]) @ turn.mT - decoded(named, centroids.float()))
         return torch.stack(every)
 
     def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
@@ -389,7 +400,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         """Return what rows have beside their codes: the mean key before RoPE, where it is known and left out."""
         if not self.turning:
             return None
-        return self.beside_at(self.root.visible, self.at.visible)
+        found = self.beside_at(self.root.visible, self.at.visible)
+        return found if found is None or not self.missed else replace(found, missed=self._listed())
 
     def beside_at(self, root: Tensor, at: Tensor, first: int | None = None) -> Turning | None:
         """Return `beside` of rows at positions `at` `[B,N]` int32; root: `[B,H,D]`; first: see `Turning`."""
@@ -470,8 +482,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
         found: Tensor = product_codes.logits(self.scaled_tables(query), self.coded(valid))
-        found = found if (beside := self.beside()) is None else found + self._products(query, beside)
-        return found if (missed := self._missed(query)) is None else missed.added(found)
+        if (beside := self.beside()) is not None:
+            return found + self._products(query, beside)
+        if not self.missed:
+            return found
+        return self._listed().added(found, query.float() / self.temperature(query.shape[3]))
+
+    def _listed(self) -> MissedRows:
+        """Return the rows that codes miss most."""
+        return MissedRows(self.far.visible, self.back.visible)
 
     def _products(self, query: Tensor, beside: Turning) -> Tensor:
         """Return the products of queries `[B,H,G,D]` with what rows have beside their codes, `[B,H,G,N]` float32."""
@@ -480,22 +499,22 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
             return beside.products(scaled)
         last = max(int(at.max()), 0) if at.numel() else 0
         below = beside.rope.products_below(scaled, beside.key, last + 1)
-        return below.gather(3, at.clamp(min=0).long()[:, None, None].expand(*below.shape[:3], -1))
+        found = below.gather(3, at.clamp(min=0).long()[:, None, None].expand(*below.shape[:3], -1))
+        return found if beside.missed is None else beside.missed.added(found, scaled)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if not self._at_once:
             return super().select(query, step, budget)
-        tables, missed = self.factors(query, self.temperature(query.shape[3])), self._missed(query)
-        if missed is not None:
-            if tables.beside is None:  # without a RoPE nothing is added for each row
-                return super().select(query, step, budget)
-            first = None if self._listed is None else self._listed[3]
-            tables = replace(tables, beside=replace(tables.beside, missed=missed, first=first))
+        if self.missed and self.layer_context.rope is None:
+            return super().select(query, step, budget)
+        tables = self.factors(query, self.temperature(query.shape[3]))
         return Selection(*product_codes.best(tables, self.coded(step.valid), budget), 1, whole=True)
 
     def chosen_by(self, valid: Tensor, size: int) -> RankedCodes | None:
         own = all(getattr(type(self), name) is getattr(QueryPQ, name) for name in OWN)
-        if not self._at_once or self.fixed_for_cache or self.missed or not own:
+        if not self._at_once or self.fixed_for_cache or not own:
+            return None
+        if self.missed and self.layer_context.rope is None:
             return None
         if self._ranked is None or self._ranked.valid is not valid:
             temperature = self.temperature(size)
@@ -506,39 +525,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
 
     def _forget_views(self) -> None:
         super()._forget_views()
-        self._ranked = self._listed = None
-
-    def _missed(self, query: Tensor) -> MissedRows | None:
-        """Return what codes miss of the logits of the rows that they miss most; None: there are no such rows."""
-        if not self.missed:
-            return None
-        far = self.far.visible  # the same object as long as nothing moves
-        if self._listed is None or self._listed[0] is not far:
-            self._listed = far, *self._residuals(far), self._first()
-        _, ids, residuals, _ = self._listed
-        if not ids.shape[2]:
-            return None
-        turned = (query.float() / self.temperature(query.shape[3])) @ self.back.visible.float().mT
-        return MissedRows(ids, (turned.to(residuals.dtype) @ residuals.mT).float())
-
-    def _first(self) -> int | None:
-        """Return the position of every sequence's first row where all others follow it one by one; else None."""
-        at = self.at.visible
-        first = int(at[0, 0])
-        places = torch.arange(first, first + at.shape[1], dtype=at.dtype, device=at.device)
-        return first if first >= 0 and torch.equal(at, places.expand_as(at)) else None
-
-    def _residuals(self, far: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that `far` `[B,H,N]` marks, `[B,H,X]` int32, -1 for none, and what their codes miss of their
-        turned keys, `[B,H,X,D]` bfloat16."""
-        ids = marked_rows(far)
-        place, at = ids.clamp(min=0).long(), self.at.visible.clamp(min=0).long()[:, None].expand_as(far)
-        keys = self.stored_keys()
-        keys = keys.gather(2, place[..., None].expand(-1, -1, -1, keys.shape[3]))
-        left = self._without(self.root.visible, keys, at.gather(2, place))
-        codes = self.codes.visible.mT.gather(2, place[..., None].expand(-1, -1, -1, self.codes.visible.shape[2]))
-        # Products with queries may be beyond float16, which codes alone keep within their range.
-        return ids, self._missed_of(left, codes).masked_fill_((ids < 0)[..., None], 0).bfloat16()
+        self._ranked = None
 
     @property
     def _at_once(self) -> bool:
@@ -566,7 +553,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
         if self._adds:
             row += -(-PLACE // query.shape[1])  # which the KV heads share
         if self.missed:
-            row += math.ceil(self.missed * 2 * query.shape[3])
+            row += math.ceil(self.missed * record_bytes(query.shape[3]))
         return row, self._once(query.shape[3])
 
     def _once(self, size: int) -> int:
@@ -581,3 +568,16 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, ReadsKeys, FromCali
     def _turning(self, query: Tensor, sealed: int) -> float:
         """Return the flops of products with the mean key before RoPE at so many positions."""
         return 2.0 * query.numel() * sealed if self._adds else 0.0
+
+
+def _check_missed(listed: MissedRows, count: int) -> None:
+    """Refuse others than the rows below `count`, a row that is named twice, and numbers that are not finite:
+    ValueError."""
+    ids = listed.ids.sort(2).values
+    if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= count):
+        raise ValueError(
+            f"far names rows {int(ids.min())} to {int(ids.max())}, of {count} rows it names 0 to {count - 1}"
+        )
+    if bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any()):
+        raise ValueError("far names a row twice")
+    check_finite({"far": listed.missed()}, "far")
