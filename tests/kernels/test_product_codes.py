@@ -256,3 +256,20 @@ def test_other_instructions_choose_the_same(name: str, features: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("size", [2, 6, 16, 24, 128])
+def test_what_codes_miss_is_kept_within_half_a_step_of_sixteen(size: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids, missed = torch.tensor([[[4, -1, 0]]]), torch.randn(1, 1, 3, size, generator=draw) * 1e3
+    missed[0, 0, 2] = 0
+    listed = MissedRows(packed(ids, missed), torch.linalg.qr(torch.randn(1, 1, size, size, generator=draw))[0])
+    assert torch.equal(listed.ids, ids.int())
+    found, step = listed.missed(), missed.abs().amax(3, keepdim=True) / 7.5
+    assert bool(((found - missed).abs() <= 0.5001 * step)[0, 0, [0, 2]].all())
+    assert not found[0, 0, 1:].any(), "none, and a row whose code is its key"
+    query = torch.randn(1, 1, 2, size, generator=draw)
+    wanted = torch.zeros(1, 1, 2, 6)
+    wanted[..., 4] = (query @ listed.turn.mT @ found[:, :, 0, :, None])[..., 0]
+    torch.testing.assert_close(listed.added(torch.zeros(1, 1, 2, 6), query), wanted)
+    torch.testing.assert_close(listed.reach(query), wanted.abs().amax(3))

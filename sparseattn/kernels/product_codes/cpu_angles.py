@@ -23,7 +23,7 @@ from sparseattn.kernels.product_codes.codes import Turning
 STRIPES, OUTPUTS = (2, 4) if "+avx512f" in FEATURES else (1, 2)
 HALF = STRIPES * LANES
 WIDE = 2 * HALF
-TERMS, FARTHEST = 6, 1.5  # of a polynomial, and the largest angle: it is off by a 1,100th of what its pairs add at most
+TERMS, FARTHEST = 6, 1.61  # of a polynomial, and the largest angle: it is off by a 740th of what its pairs add at most
 TOGETHER = 8  # blocks
 AT_ONCE = 8 * TOGETHER  # blocks whose terms are made at once
 COLUMNS = TOGETHER * TERMS

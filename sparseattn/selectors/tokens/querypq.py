@@ -360,11 +360,14 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         few = max(FEW // (batch * heads * size), 1) if self.missed else PART
         for keys, at in zip(rows.keys.split(few, 2), rows.positions.split(few, 1), strict=True):
             left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
-            codes = self.encode(left)
-            self.codes.append(codes.mT)
-            if self.missed:
-                own = self._missed_of(left, codes).square().sum(3)
-                errors.append(own.masked_fill_((at < 0)[:, None], -torch.inf))
+            if not self.missed:
+                self.codes.append(self.encode(left).mT)
+                continue
+            turned = self._turned(left)
+            codes = self.packed(turned)
+            self.codes.append(codes)
+            own = self._missed_of(turned, codes.mT).square().sum(3)
+            errors.append(own.masked_fill_((at < 0)[:, None], -torch.inf))
         if self.missed:
             self._keep_missed(rows, torch.cat(errors, 2), first)
 
@@ -377,18 +380,19 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         at = rows.positions.clamp(min=0)[:, None].expand_as(errors).gather(2, places)
         left = self._without(self.root.data, rows.keys.gather(2, wide), at)
         codes = self.codes.data[..., first:].gather(3, places[:, :, None].expand(-1, -1, self.codes.full.shape[2], -1))
-        missed = self._missed_of(left, codes.mT).masked_fill_(~beyond[..., None], 0)
+        missed = self._missed_of(self._turned(left), codes.mT).masked_fill_(~beyond[..., None], 0)
         self.far.append(packed(torch.where(beyond, places + first, -1), missed))
 
-    def _missed_of(self, left: Tensor, codes: Tensor) -> Tensor:
-        """Return what codes `[B,H,n,R]` miss of turned keys, `[B,H,n,D]` float32; left: `[B,H,n,D]`, keys without the
-        mean before RoPE. Its squared length is the mean square error of a logit over the queries of the metric."""
-        names = codebooks.unpaired(codes, self.subspaces_of(left.shape[3])) if self.bits == 4 else codes
-        parts = left, names, self.turn.data, self.centre.data, self.centroids.data
-        every = []
-        for own, named, turn, centre, centroids in zip(*parts, strict=True):
-            every.append((own - centre[:, None]) @ turn.mT - decoded(named, centroids.float()))
-        return torch.stack(every)
+    def _turned(self, left: Tensor) -> Tensor:
+        """Return `[B,H,n,D]` float32 keys without the mean before RoPE in the space of the centroids."""
+        return (left - self.centre.data[:, :, None]) @ self.turn.data.mT
+
+    def _missed_of(self, turned: Tensor, codes: Tensor) -> Tensor:
+        """Return what codes `[B,H,n,R]` miss of turned keys, `[B,H,n,D]` float32: its squared length is the mean square
+        error of a logit over the queries of the metric."""
+        names = codebooks.unpaired(codes, self.subspaces_of(turned.shape[3])) if self.bits == 4 else codes
+        coded = [decoded(*each) for each in zip(names, self.centroids.data.float(), strict=True)]
+        return turned - torch.stack(coded)
 
     def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return what `encode` does of keys `[B,H,n,D]` at positions `[B,n]` int64; what is below 0 counts as 0."""
