@@ -60,3 +60,32 @@ def test_rows_rank_as_in_a_cache_that_begins_at_the_same_position(
         torch.testing.assert_close(scores[b], wanted, rtol=1e-3, atol=1e-3)
         overlap = (best[b].long().sort().values[..., None] == wanted.topk(20).indices[:, None]).any(2).double().mean()
         assert float(overlap) > 0.9, "tables are rounded"
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("missed", [0.02, 0.05])
+def test_what_codes_miss_most_of_each_entry_is_kept_with_it(known: bool, missed: float, tmp_path: Path) -> None:
+    """One row of 32, or two; with the model's RoPE and in a layer whose RoPE the file does not know."""
+    draw, rows = torch.Generator().manual_seed(0), ENTRIES * UNIT
+    codes = codes_of(torch.randn(HEADS, 999, SIZE, generator=draw), None, None, 2, 4, 0)
+    codes["root"] = torch.randn(HEADS, SIZE, generator=draw)
+    path = tmp_path / "codes.safetensors"
+    Calibration("querypq", {0: codes}, ropes={0: ROPE} if known else {}).save(path)
+    keys, query = torch.randn(1, HEADS, rows, SIZE, generator=draw), torch.randn(1, HEADS, 2, SIZE, generator=draw)
+    keys[:, :, 70] = 9 * query.mean(2) / query.mean(2).norm()
+    found = {}
+    for share in (0.0, missed):
+        selector = BlockCodes(QueryPQ(2, artefact=str(path), missed=share)).for_layer(LayerContext(0))
+        store = Store(selector, 9, HEADS, SIZE, torch.float32, torch.device("cpu"))
+        table = torch.tensor([[7, 2, 5, -1]], dtype=torch.int32)
+        own = keys[0].unflatten(1, (ENTRIES, UNIT)).transpose(0, 1)
+        store.update(table[0, :3].long(), own, 64 + UNIT * torch.arange(ENTRIES))
+        found[share] = store.scores(query, table)
+        assert bool(found[share][0, :, rows:].isneginf().all())
+        if share:
+            ids = selector._missed_at(store.entries, table).ids
+            assert bool((ids == 70).any(2).all())
+            assert int(ids.max()) < rows
+            assert (ids >= 0).sum(2).tolist() == [[ENTRIES * (1 if share < 0.03 else 2)] * HEADS]
+            assert store.best(query, table, 1).tolist() == [[[70], [70]]] == found[share].topk(1).indices.tolist()
+    assert found[0.0].argmax(2).tolist() != [[70, 70]]

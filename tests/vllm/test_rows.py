@@ -121,3 +121,17 @@ def test_rows_are_those_that_a_cache_of_the_same_keys_chooses(
     assert few.logprobs != stock.logprobs, "what is left out shows, though few rows may give the same tokens"
     assert max(checked) == BUDGET
     assert len(checked) == few.stats.sparse_steps * (HEADS if "each" not in text else 2 * HEADS)
+
+
+def test_what_codes_miss_lies_in_the_entries(served: Any, stock: Answer, files: dict[str, Path]) -> None:
+    first = next(iter(CODES))
+    settings = {**GIVEN, "selector": f"{method(first, files)},missed=0.05"}
+    full = ask(switched(served, settings), prompts(*LENGTHS), TOKENS)
+    assert full.tokens == stock.tokens
+    check_counts(full, full=True)
+    few, without = (
+        ask(switched(served, {**one, "budget": BUDGET}), prompts(*LENGTHS), TOKENS)
+        for one in (settings, {**GIVEN, "selector": method(first, files)})
+    )
+    check_counts(few, full=False)
+    assert few.logprobs != without.logprobs, "other rows are chosen"

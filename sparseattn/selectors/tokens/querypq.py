@@ -394,6 +394,11 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         coded = [decoded(*each) for each in zip(names, self.centroids.data.float(), strict=True)]
         return turned - torch.stack(coded)
 
+    def missed_at(self, keys: Tensor, at: Tensor, codes: Tensor) -> Tensor:
+        """Return what codes `[B,H,n,R]` miss of turned keys, see `_missed_of`; keys, at: as of `encode_at`."""
+        left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
+        return self._missed_of(self._turned(left), codes)
+
     def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return what `encode` does of keys `[B,H,n,D]` at positions `[B,n]` int64; what is below 0 counts as 0."""
         if self.turning:

@@ -7,6 +7,7 @@ the blocks of a common beginning, so that a row has the same position in all of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import ProductCodes, Tables, Turning
+from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed, record_bytes
 from sparseattn.kernels.stored_codes.dispatch import gather
 from sparseattn.selectors.base import LayerContext, Rows, vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -39,6 +41,8 @@ class BlockCodes(PageSelector):
     def __init__(self, method: QueryPQ) -> None:
         if method.turning:
             self.entry_names = ("codes", "first")  # the position of an entry's first row
+        if method.missed:
+            self.entry_names = (*self.entry_names, "far")  # records of rows, see `MissedRows`
         super().__init__(method.page, method.group)
         self.method = method
 
@@ -60,8 +64,6 @@ class BlockCodes(PageSelector):
                 "its codes are made for one prompt, and blocks are shared by many: train a file (sparseattn train "
                 "--method querypq) and serve querypq:artefact=FILE"
             )
-        if self.method.missed:
-            return f"it reads keys of a cache that is not in blocks: leave out missed={self.method.missed:g}"
         if self.page > 1:
             return "codes choose single rows there: leave out page, or serve lowbit:bits=1,page=16 for pages"
         return None
@@ -75,27 +77,39 @@ class BlockCodes(PageSelector):
             self.method.check_shape(keys.shape[1], None, keys.shape[3])
             row = keys[:1, :, :1]
             self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
-        at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten()
-        codes = self.method.encode_at(keys, at.expand(len(keys), -1))  # [B,H,n,M]
+        at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten().expand(len(keys), -1)
+        codes = self.method.encode_at(keys, at)  # [B,H,n,M]
         made = {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
         if self.method.turning:
             made["first"] = first.int()[:, None].expand(*codes.shape[:2], -1, 1)
+        if self.method.missed:
+            made["far"] = self._far(self.method.missed_at(keys, at, codes).unflatten(2, (-1, self.unit)))
         return made
+
+    def _far(self, missed: Tensor) -> Tensor:
+        """Return records of the rows of each entry that codes miss most, `[B,H,E,X*W]`, with their places in it;
+        missed: `[B,H,E,unit,D]`."""
+        most = math.ceil(self.method.missed * self.unit)
+        ids = missed.square().sum(4).topk(most, 3).indices  # [B,H,E,X]
+        own = missed.gather(3, ids[..., None].expand(-1, -1, -1, -1, missed.shape[4]))
+        return packed(ids.flatten(2), own.flatten(2, 3)).unflatten(2, (-1, most)).flatten(3)
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         codes = entries["codes"].permute(0, 1, 3, 2, 4).flatten(3)  # [B,H,M,N]
-        return self._scores(query, self._held(codes, real), self._beside(entries, real))
+        far = self._missed(entries["far"], real) if self.method.missed else None
+        return self._scores(query, self._held(codes, real), self._beside(entries, real), far)
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        return self._scores(query, self._held(gather(store["codes"], table), table >= 0), self._beside_at(store, table))
+        held = self._held(gather(store["codes"], table), table >= 0)
+        return self._scores(query, held, self._beside_at(store, table), self._missed_at(store, table))
 
     def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
-        if self.group != "softmax" or self.page > 1:
+        method, every, beside = self.method, len(query), self._beside_at(store, table)
+        if self.group != "softmax" or self.page > 1 or (method.missed and beside is None):
             return super().best_at(query, store, table, count)
         keys = self._held(gather(store["codes"], table), table >= 0)
-        every, method = len(query), self.method
         back, centroids = (_of_all(part.visible, every) for part in (method.back, method.centroids))
-        tables = Tables(query, back, centroids, method.temperature(query.shape[3]), self._beside_at(store, table))
+        tables = Tables(query, back, centroids, method.temperature(query.shape[3]), beside)
         start, length = product_codes.best(tables, keys, count)
         return torch.where(length > 0, start, -1)
 
@@ -116,7 +130,24 @@ class BlockCodes(PageSelector):
         if not self.method.turning or not table.shape[1]:
             return None
         first = store["first"][:, 0, 0][table[:, 0].clamp(min=0).long()]
-        return self._beside_from(torch.where(table[:, 0] < 0, first.max(), first), table)
+        found = self._beside_from(torch.where(table[:, 0] < 0, first.max(), first), table)
+        return found if found is None else replace(found, missed=self._missed_at(store, table))
+
+    def _missed_at(self, store: Entries, table: Tensor) -> MissedRows | None:
+        """Return what codes miss of rows of the entries that a table names in a store; None: that is not kept."""
+        if not self.method.missed:
+            return None
+        return self._missed(store["far"][table.long().clamp(min=0)].transpose(1, 2), table >= 0)
+
+    def _missed(self, far: Tensor, real: Tensor) -> MissedRows:
+        """Return likewise, by the records `far` `[B,H,E,X*W]` of entries, those that `real` `[B,E]` says alone."""
+        every, heads, entries = far.shape[:3]
+        listed = far.reshape(every, heads, entries, -1, record_bytes(self.method.back.visible.shape[3]))
+        records = listed.clone(memory_format=torch.contiguous_format)
+        ids = records[..., :4].view(torch.int32)[..., 0]  # [B,H,E,X]
+        ids += self.unit * torch.arange(entries, dtype=torch.int32, device=far.device)[:, None]
+        ids.masked_fill_(~real[:, None, :, None], -1)
+        return MissedRows(records.flatten(2, 3), _of_all(self.method.back.visible, every))
 
     def _beside_from(self, first: Tensor, listed: Tensor) -> Turning | None:
         """Return likewise, by the positions `first` `[B]` int32 of sequences' first rows: their entries lie one behind
@@ -128,10 +159,13 @@ class BlockCodes(PageSelector):
             return method.beside_at(_of_all(root, every), first[:, None] + rows)
         return method.beside_at(_of_all(root, every), (first[:1] + rows).expand(every, -1), firsts[0])
 
-    def _scores(self, query: Tensor, keys: ProductCodes, beside: Turning | None) -> Tensor:
+    def _scores(self, query: Tensor, keys: ProductCodes, beside: Turning | None, missed: MissedRows | None) -> Tensor:
         logits = product_codes.logits(self.method.scaled_tables(query), keys)
+        scaled = query.float() / self.method.temperature(query.shape[3])
         if beside is not None:
-            logits = logits + beside.products(query.float() / self.method.temperature(query.shape[3]))
+            logits = logits + replace(beside, missed=None).products(scaled)
+        if missed is not None:
+            logits = missed.added(logits, scaled)
         return vote(self.method.masses(logits), self.group)
 
 
