@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseattn.kernels.stored_codes.dispatch import gather
+from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed, record_bytes
+from sparseattn.kernels.stored_codes.dispatch import gather, gather_missed
 
 
 @pytest.mark.parametrize(("impl", "many"), [("torch", 1 << 19), ("numba", 1 << 19), ("numba", 1)])
@@ -25,6 +26,27 @@ def test_gathered_codes_are_those_of_the_tables_entries(impl: str, many: int, mo
     assert gather(whole.transpose(0, 1), table[:, :0], impl=impl).shape == (2, heads, count, 0)
 
 
+@pytest.mark.parametrize("impl", ["torch", "numba"])
+def test_gathered_records_name_rows_of_the_sequences(impl: str) -> None:
+    if impl == "numba":
+        pytest.importorskip("numba")
+    heads, entries, each, size, unit = 2, 7, 2, 24, 32
+    ids, missed = torch.randint(0, unit, (heads, entries, each)), torch.randn(heads, entries, each, size)
+    made = packed(ids.flatten(1)[None], missed.flatten(1, 2)[None])[0]
+    store = made.unflatten(1, (entries, each)).flatten(2).transpose(0, 1)  # a head's entries lie one behind another
+    table = torch.tensor([[5, 0, 6], [3, -1, -1]], dtype=torch.int32)
+    turn = torch.eye(size).expand(2, heads, size, size)
+    found = MissedRows(gather_missed(store, table, record_bytes(size), unit, impl=impl), turn)
+    for b, names in enumerate(table.tolist()):
+        for e, name in enumerate(names):
+            own = slice(e * each, (e + 1) * each)
+            wanted = ids[:, name] + e * unit if name >= 0 else torch.full((heads, each), -1)
+            assert torch.equal(found.ids[b, :, own].long(), wanted)
+            kept = missed[:, name] if name >= 0 else torch.zeros(heads, each, size)
+            torch.testing.assert_close(found.missed()[b, :, own], kept, rtol=0, atol=0.35)
+    assert gather_missed(store, table[:, :0], record_bytes(size), unit, impl=impl).shape == (2, heads, 0, 24)
+
+
 def test_a_store_of_another_layout_is_refused() -> None:
     pytest.importorskip("numba")
     store = torch.zeros(4, 2, 32, 4, dtype=torch.uint8).transpose(2, 3)
@@ -32,3 +54,5 @@ def test_a_store_of_another_layout_is_refused() -> None:
         gather(store, torch.zeros(1, 1, dtype=torch.int32), impl="numba")
     with pytest.raises(ValueError, match=r"rows of an entry, strides and offset are multiples of 8, got 12 rows"):
         gather(torch.zeros(4, 2, 4, 12, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), impl="numba")
+    with pytest.raises(ValueError, match=r"and strides, offset and width multiples of 8, got .* and width 12"):
+        gather_missed(torch.zeros(4, 2, 24, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), 12, 32, "numba")

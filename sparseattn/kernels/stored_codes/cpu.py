@@ -77,3 +77,44 @@ def gather(store: Tensor, table: Tensor) -> Tensor:
             use_threads()
             _gather_by_threads(*given)
     return out
+
+
+@entry(cache=True, nogil=True)
+def _gather_missed(store_at, steps, table, shape, out_at):
+    """store_at, steps: as of `_gather`; shape: heads, records of an entry, a record's bytes in words and rows of an
+    entry."""
+    (entry_step, head_step, total), (heads, count, width, unit) = steps, shape
+    batch, entries = table.shape
+    store = array_at(np.uint64, store_at, total)
+    out = array_at(np.uint64, out_at, batch * heads * entries * count * width)
+    ids = array_at(np.int32, out_at, 2 * batch * heads * entries * count * width)
+    to = 0
+    for b in range(batch):
+        for h in range(heads):
+            for e in range(entries):
+                at = np.int64(max(table[b, e], 0)) * entry_step + h * head_step
+                for i in range(count * width):
+                    out[to + i] = store[at + i]
+                for i in range(count):
+                    place = 2 * (to + i * width)
+                    ids[place] = ids[place] + e * unit if table[b, e] >= 0 else -1
+                to += count * width
+
+
+def gather_missed(store: Tensor, table: Tensor, width: int, unit: int) -> Tensor:
+    """As `dispatch.gather_missed`."""
+    entries, heads, size = store.shape
+    steps = store.stride(0), store.stride(1), store.storage_offset()
+    if store.stride(2) != 1 or width % WORD or any(step % WORD for step in steps):
+        raise ValueError(
+            f"a head's bytes of an entry are adjacent, and strides, offset and width multiples of {WORD}, got strides "
+            f"{store.stride()}, offset {store.storage_offset()} and width {width}"
+        )
+    batch, listed = table.shape
+    out = torch.empty(batch, heads, listed * size // width, width, dtype=torch.uint8)
+    if out.numel():
+        last = (entries - 1) * steps[0] + (heads - 1) * steps[1] + size
+        words = tuple(number // WORD for number in (*steps[:2], last))
+        shape = heads, size // width, width // WORD, unit
+        _gather_missed(store.data_ptr(), words, table.numpy(), shape, out.data_ptr())
+    return out

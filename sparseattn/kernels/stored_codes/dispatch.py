@@ -1,4 +1,4 @@
-"""Codes of sequences' rows from a shared store, by the implementation that fits."""
+"""Codes of sequences' rows, and what these miss, from a shared store, by the implementation that fits."""
 
 from __future__ import annotations
 
@@ -22,3 +22,21 @@ def gather(store: Tensor, table: Tensor, impl: str | None = None) -> Tensor:
         `[B,H,M,E*unit]` uint8.
     """
     return STORED.pick(impl, store.device, torch.float32).gather(store, table)  # of bytes alone
+
+
+def gather_missed(store: Tensor, table: Tensor, width: int, unit: int, impl: str | None = None) -> Tensor:
+    """Return the records of rows that codes miss (`product_codes.missed_rows`) of sequences' entries.
+
+    Args:
+        store: `[entries,H,X*W]` uint8, whose records name rows of their own entry; a head's bytes of an entry are
+            adjacent.
+        table, impl: as of `gather`.
+        width: W.
+        unit: rows of an entry.
+
+    Returns:
+        `[B,H,E*X,W]` uint8, which name rows of the sequences; none of entries that are none.
+    """
+    kernel = STORED.pick(impl, store.device, torch.float32)
+    found: Tensor = kernel.gather_missed(store, table, width, unit)
+    return found

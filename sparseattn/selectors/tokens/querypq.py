@@ -359,15 +359,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         batch, heads, _, size = rows.keys.shape
         few = max(FEW // (batch * heads * size), 1) if self.missed else PART
         for keys, at in zip(rows.keys.split(few, 2), rows.positions.split(few, 1), strict=True):
-            left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
-            if not self.missed:
-                self.codes.append(self.encode(left).mT)
-                continue
-            turned = self._turned(left)
-            codes = self.packed(turned)
-            self.codes.append(codes)
-            own = self._missed_of(turned, codes.mT).square().sum(3)
-            errors.append(own.masked_fill_((at < 0)[:, None], -torch.inf))
+            codes, missed = self.coded_at(keys, at)
+            self.codes.append(codes.mT)
+            if missed is not None:
+                errors.append(missed.square().sum(3).masked_fill_((at < 0)[:, None], -torch.inf))
         if self.missed:
             self._keep_missed(rows, torch.cat(errors, 2), first)
 
@@ -394,16 +389,16 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         coded = [decoded(*each) for each in zip(names, self.centroids.data.float(), strict=True)]
         return turned - torch.stack(coded)
 
-    def missed_at(self, keys: Tensor, at: Tensor, codes: Tensor) -> Tensor:
-        """Return what codes `[B,H,n,R]` miss of turned keys, see `_missed_of`; keys, at: as of `encode_at`."""
-        left = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
-        return self._missed_of(self._turned(left), codes)
-
-    def encode_at(self, keys: Tensor, at: Tensor) -> Tensor:
-        """Return what `encode` does of keys `[B,H,n,D]` at positions `[B,n]` int64; what is below 0 counts as 0."""
+    def coded_at(self, keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return codes of keys `[B,H,n,D]` at positions `[B,n]` int64, as `encode` does; what is below 0 counts as 0. And
+        return what they miss of the turned keys, `[B,H,n,D]` float32; None: nothing of it is kept."""
         if self.turning:
             keys = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
-        return self.encode(keys)
+        if not self.missed:
+            return self.encode(keys), None
+        turned = self._turned(keys)
+        codes = self.packed(turned).mT
+        return codes, self._missed_of(turned, codes)
 
     def beside(self) -> Turning | None:
         """Return what rows have beside their codes: the mean key before RoPE, where it is known and left out."""

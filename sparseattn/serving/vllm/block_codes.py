@@ -16,11 +16,11 @@ from torch import Tensor
 from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import ProductCodes, Tables, Turning
 from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed, record_bytes
-from sparseattn.kernels.stored_codes.dispatch import gather
+from sparseattn.kernels.stored_codes.dispatch import gather, gather_missed
 from sparseattn.selectors.base import LayerContext, Rows, vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
 from sparseattn.selectors.tokens.calibrated_base import PROMPT
-from sparseattn.selectors.tokens.querypq import QueryPQ
+from sparseattn.selectors.tokens.querypq import FEW, QueryPQ
 
 UNIT = 32  # rows of an entry, whose codes lie beside each other
 
@@ -78,26 +78,34 @@ class BlockCodes(PageSelector):
             row = keys[:1, :, :1]
             self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
         at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten().expand(len(keys), -1)
-        codes = self.method.encode_at(keys, at)  # [B,H,n,M]
-        made = {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
+        few = max(FEW // keys[:, :, : self.unit].numel(), 1) * self.unit  # rows that stay in a processor's caches
+        parts = [self._coded(*each) for each in zip(keys.split(few, 2), at.split(few, 1), strict=True)]
+        made = {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
         if self.method.turning:
-            made["first"] = first.int()[:, None].expand(*codes.shape[:2], -1, 1)
-        if self.method.missed:
-            made["far"] = self._far(self.method.missed_at(keys, at, codes).unflatten(2, (-1, self.unit)))
+            made["first"] = first.int()[:, None].expand(*keys.shape[:2], -1, 1)
         return made
 
-    def _far(self, missed: Tensor) -> Tensor:
-        """Return records of the rows of each entry that codes miss most, `[B,H,E,X*W]`, with their places in it;
-        missed: `[B,H,E,unit,D]`."""
-        most = math.ceil(self.method.missed * self.unit)
-        ids = missed.square().sum(4).topk(most, 3).indices  # [B,H,E,X]
-        own = missed.gather(3, ids[..., None].expand(-1, -1, -1, -1, missed.shape[4]))
-        return packed(ids.flatten(2), own.flatten(2, 3)).unflatten(2, (-1, most)).flatten(3)
+    def _coded(self, keys: Tensor, at: Tensor) -> dict[str, Tensor]:
+        """Return the codes of rows, and records of those that codes miss most of each entry, with their places in
+        it."""
+        codes, missed = self.method.coded_at(keys, at)  # [B,H,n,M]
+        made = {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
+        if missed is not None:
+            each = missed.unflatten(2, (-1, self.unit))
+            most = math.ceil(self.method.missed * self.unit)
+            ids = each.square().sum(4).topk(most, 3).indices  # [B,H,E,X]
+            own = each.gather(3, ids[..., None].expand(-1, -1, -1, -1, each.shape[4]))
+            made["far"] = packed(ids.flatten(2), own.flatten(2, 3)).unflatten(2, (-1, most)).flatten(3)
+        return made
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         codes = entries["codes"].permute(0, 1, 3, 2, 4).flatten(3)  # [B,H,M,N]
-        far = self._missed(entries["far"], real) if self.method.missed else None
-        return self._scores(query, self._held(codes, real), self._beside(entries, real), far)
+        missed = None
+        if self.method.missed:  # of one sequence after another in one store
+            far, order = entries["far"].transpose(1, 2).flatten(0, 1), torch.arange(real.numel(), dtype=torch.int32)
+            table = torch.where(real, order.to(real.device).view_as(real), -1)
+            missed = self._missed_at({"far": far}, table)
+        return self._scores(query, self._held(codes, real), self._beside(entries, real), missed)
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
         held = self._held(gather(store["codes"], table), table >= 0)
@@ -137,17 +145,9 @@ class BlockCodes(PageSelector):
         """Return what codes miss of rows of the entries that a table names in a store; None: that is not kept."""
         if not self.method.missed:
             return None
-        return self._missed(store["far"][table.long().clamp(min=0)].transpose(1, 2), table >= 0)
-
-    def _missed(self, far: Tensor, real: Tensor) -> MissedRows:
-        """Return likewise, by the records `far` `[B,H,E,X*W]` of entries, those that `real` `[B,E]` says alone."""
-        every, heads, entries = far.shape[:3]
-        listed = far.reshape(every, heads, entries, -1, record_bytes(self.method.back.visible.shape[3]))
-        records = listed.clone(memory_format=torch.contiguous_format)
-        ids = records[..., :4].view(torch.int32)[..., 0]  # [B,H,E,X]
-        ids += self.unit * torch.arange(entries, dtype=torch.int32, device=far.device)[:, None]
-        ids.masked_fill_(~real[:, None, :, None], -1)
-        return MissedRows(records.flatten(2, 3), _of_all(self.method.back.visible, every))
+        back = self.method.back.visible
+        records = gather_missed(store["far"], table, record_bytes(back.shape[3]), self.unit)
+        return MissedRows(records, _of_all(back, len(table)))
 
     def _beside_from(self, first: Tensor, listed: Tensor) -> Turning | None:
         """Return likewise, by the positions `first` `[B]` int32 of sequences' first rows: their entries lie one behind
