@@ -506,8 +506,8 @@ CASES = [
     ),
     Case(
         "querypq-missed",
-        lambda: with_rope(QueryPQ(8, 8, share=1.0, missed=0.1)),
-        lambda: with_rope(QueryPQ(8, 8, share=1.0, missed=0.1)),
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, missed=0.1)),
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, missed=0.1)),
     ),
     Case("tailed-querypq", lambda: Tailed(QueryPQ(8, 8, share=1.0), 8), lambda: Tailed(QueryPQ(8, 8, share=1.0), 8)),
     Case(
@@ -697,7 +697,7 @@ def _drawn_attention(batch: int, kv: int, group: int, rows: int, size: int) -> t
 
 def rows_missed(selector: QueryPQ, rows: int) -> Tensor:
     """Return of which rows a selector keeps what codes miss, `[B,H,N]` bool."""
-    ids = MissedRows(selector.far.visible, selector.back.visible).ids
+    ids = MissedRows(selector.missed_rows.visible, selector.back.visible).ids
     return (ids[..., None] == torch.arange(rows)).any(2)
 
 

@@ -13,7 +13,7 @@ from sparseattn.cache.at_once import StepAtOnce
 from sparseattn.cache.decode import attend_chosen
 from sparseattn.kernels.attend_bounded.dispatch import bounded_step
 from sparseattn.kernels.page_bounds.bounds import PageBounds, VotedBounds
-from tests.cases import heads
+from tests.cases import heads, with_rope
 
 pytest.importorskip("numba")
 
@@ -56,6 +56,8 @@ METHODS = {
     "sum": Quest(8, "sum"), "max": Quest(8, "max"), "each": Quest(8, "each"),
     "lowbit": LowBit(rows=16), "four bits": LowBit(4, rows=16, scales=8),
     "products": QueryPQ(8, metric="keys"), "products of 8 bits": QueryPQ(8, 8, metric="keys"),
+    "missed": with_rope(QueryPQ(4, metric="keys", missed=0.1)),
+    "missed of 8 bits": with_rope(QueryPQ(4, 8, metric="keys", missed=0.1)),
 }  # fmt: skip
 
 
@@ -65,10 +67,12 @@ METHODS = {
         *((method, dtype) for method in ("sum", "max", "each") for dtype in (torch.float32, torch.bfloat16)),
         ("lowbit", torch.bfloat16),
         ("products", torch.float32),  # the form that models of the fast run compile too
+        ("missed", torch.float32),
         pytest.param("lowbit", torch.float32, marks=pytest.mark.slow),  # another compiled form
         pytest.param("four bits", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("products", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("products of 8 bits", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("missed of 8 bits", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_through_the_life_of_a_cache(method: str, dtype: torch.dtype, counted: list[bool]) -> None:

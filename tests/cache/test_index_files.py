@@ -24,6 +24,8 @@ from sparseattn import (
     decode,
 )
 from sparseattn.cache.index_files import FORMAT, VERSION, IndexFileError, append_kept, keepers, kept, load_index
+from sparseattn.core.context import LayerContext
+from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors import methods
 from sparseattn.selectors.abilities import LearnsFromQueries
@@ -268,6 +270,22 @@ def small_bridge() -> Selector:
     return QueryBridge(neighbours=10, guides=5)
 
 
+def missed_codes() -> Selector:
+    selector = QueryPQ(2, share=1.0, missed=0.05)
+    selector.bind(LayerContext(0, rope=Rope.of(D)))
+    return selector
+
+
+def _bytes(number: float) -> torch.Tensor:
+    """Those of an int32 or a float32."""
+    return torch.tensor([number]).to(torch.int32 if isinstance(number, int) else torch.float32).view(torch.uint8)
+
+
+def named_twice(state: dict[str, torch.Tensor]) -> None:
+    state["missed_rows"] = state["missed_rows"].clone()
+    state["missed_rows"][0, 0, 1] = state["missed_rows"][0, 0, 0]
+
+
 def small_codes() -> Selector:
     return QueryPQ(4, sample=64)
 
@@ -334,6 +352,20 @@ WRONG = [
     (small_codes, lambda s: s.update(codes=s["codes"][..., :-1].contiguous()), r"codes is .*\[2, 2, 2, 127\], wanted"),
     (small_codes, put("centroids", (0, 0, 0, 0, 0), torch.inf), "centroids has entries that are not finite"),
     (small_codes, put("known", (1, 0), False), "known is not that of the rows shown"),
+    (missed_codes, put("missed_rows", (0, 0, 0, slice(4)), _bytes(128)), "missed_rows names rows .* to 128, of 128"),
+    (missed_codes, put("missed_rows", (0, 0, 0, slice(4)), _bytes(-2)), "missed_rows names rows -2 to"),
+    (missed_codes, named_twice, "missed_rows names a row twice"),
+    (
+        missed_codes,
+        put("missed_rows", (0, 0, 0, slice(4, 8)), _bytes(torch.inf)),
+        "missed_rows has entries that are not",
+    ),
+    (
+        missed_codes,
+        lambda s: s.update(missed_rows=s["missed_rows"][:, :, 1:].contiguous()),
+        "missed_rows is torch.uint8",
+    ),
+    (missed_codes, put("limit", (0, 0, 0), torch.inf), "limit has entries that are not finite"),
     *(
         (made, change, sentence)
         for made in (lambda: drawn(SAAP, context=0.5), lambda: drawn(KMeans), lambda: drawn(Moments))

@@ -107,8 +107,19 @@ def test_rows_beside_whose_codes_a_turned_key_is_added_are_chosen_as_the_referen
     check_choices(replace(tables, beside=turning), keys, "numba", counts)
     ids = torch.stack([torch.randperm(shape[-1], generator=draw)[:9] for _ in range(batch * heads)]).int()
     ids = torch.cat([ids, torch.full((len(ids), 2), -1)], 1).view(batch, heads, 11)
-    missed = MissedRows(packed(ids, much * torch.randn(batch, heads, 11, size, generator=draw)), tables.turn)
+    records = packed(ids, much * torch.randn(batch, heads, 11, size, generator=draw))
+    missed = MissedRows(records, tables.turn)
     check_choices(replace(tables, beside=replace(turning, missed=missed)), keys, "numba", counts)
+    found = []
+    larger = torch.cat([records, torch.full_like(records, 77)], 2)[:, :, :11]  # as a row buffer's are
+    for one in (records, larger, records.transpose(0, 1).contiguous().transpose(0, 1)):
+        own = replace(tables, beside=replace(turning, missed=MissedRows(one, tables.turn)))
+        found.append(chosen(own, keys, 20, "numba"))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    own = replace(tables, beside=replace(turning, missed=MissedRows(records[..., :8], tables.turn)))
+    with pytest.raises(ValueError, match=r"records of rows of .* channels are uint8 of"):
+        dispatch.best(own, keys, 20, impl="numba")
     if ordered == "whole":  # as an engine's are
         first = int(at.max()) - shape[-1] + 1
         alike = replace(turning, at=(first + torch.arange(shape[-1])).int().expand(batch, -1))
@@ -156,7 +167,7 @@ def test_angles_of_fast_and_of_slow_pairs_alone_make_the_products(
 def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[int, ...] = (1, 20, 100, 2500)) -> None:
     """Rows of equal votes may be others, and a table's number may be rounded the other way by an error of float32."""
     names, step, _ = rounded(tables.numbers(), tables.bounds())
-    added, unit = tables.steps_beside(step), step[:, :, None, None]
+    added, unit = tables.steps_beside(step, tables.bounds()), step[:, :, None, None]
     near = 2 if added is None else 6  # a step more or less of what is added may make another row the last candidate
     sums = unit * (reference.sums(names.float(), keys) + (0 if added is None else added))
     votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
@@ -273,3 +284,7 @@ def test_what_codes_miss_is_kept_within_half_a_step_of_sixteen(size: int) -> Non
     wanted[..., 4] = (query @ listed.turn.mT @ found[:, :, 0, :, None])[..., 0]
     torch.testing.assert_close(listed.added(torch.zeros(1, 1, 2, 6), query), wanted)
     torch.testing.assert_close(listed.reach(query), wanted.abs().amax(3))
+    none = MissedRows(packed(ids[..., :0], missed[:, :, :0]), listed.turn)
+    assert none.ids.shape == (1, 1, 0)
+    assert not none.added(torch.zeros(1, 1, 2, 6), query).any()
+    assert not none.reach(query).any()

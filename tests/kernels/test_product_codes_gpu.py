@@ -101,7 +101,7 @@ def test_what_the_kernels_refuse() -> None:
 def test_querypq_chooses_as_with_the_reference(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 bits with the mean before RoPE, of 8 in a layer whose RoPE is not known."""
     query, keys, values = (x.to(DEVICE) for x in attention(2, 2, 3, 400, 64))
-    method = QueryPQ(bits=bits)
+    method = QueryPQ(bits=bits, missed=0.05)
     method.bind(LayerContext(rope=Rope.of(64).to(torch.device(DEVICE)) if bits == 4 else None))
     cache = KVCache(method, sink=4, window=16, seal=32, capacity=500, fixed=True)
     cache.append(keys, values, query)

@@ -269,7 +269,7 @@ def test_half_of_the_vectors_get_the_rope_of_positions_to_come() -> None:
     assert 0.4 < float((apart.argmin(1) < 100).double().mean()) < 0.6, "half are in the first quarter"
 
 
-def test_rows_that_codes_miss_are_ranked_by_their_keys() -> None:
+def test_rows_that_codes_miss_are_ranked_nearly_by_their_keys() -> None:
     """Those of the prompt, and one that is sealed later and resembles nothing before it."""
     query, keys, values = attention(1, 2, 3, 600, 16)
     rope = Rope.of(16)

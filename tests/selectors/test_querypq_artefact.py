@@ -146,7 +146,7 @@ def test_rows_sealed_later_and_an_index_file_are_coded_by_the_file(
     assert file.name.startswith("querypq-")
 
 
-def test_rows_that_a_files_codes_miss_are_ranked_by_their_keys(traces: list[Path], trained: Path) -> None:
+def test_rows_that_a_files_codes_miss_are_ranked_nearly_by_their_keys(traces: list[Path], trained: Path) -> None:
     trace = Trace.open(traces[1])
     shown, cache = trace.layer(0), filled(QueryPQ(4, artefact=str(trained), missed=0.1), trace, 0, queries=False)
     query, far = shown.query[None, :, :, -1].float(), rows_missed(cache.selector, 500)

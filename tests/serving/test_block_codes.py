@@ -73,19 +73,27 @@ def test_what_codes_miss_most_of_each_entry_is_kept_with_it(known: bool, missed:
     Calibration("querypq", {0: codes}, ropes={0: ROPE} if known else {}).save(path)
     keys, query = torch.randn(1, HEADS, rows, SIZE, generator=draw), torch.randn(1, HEADS, 2, SIZE, generator=draw)
     keys[:, :, 70] = 9 * query.mean(2) / query.mean(2).norm()
-    found = {}
-    for share in (0.0, missed):
-        selector = BlockCodes(QueryPQ(2, artefact=str(path), missed=share)).for_layer(LayerContext(0))
+    table, found = torch.tensor([[7, 2, 5, -1]], dtype=torch.int32), {}
+
+    def stored(share: float, group: str = "softmax") -> Store:
+        selector = BlockCodes(QueryPQ(2, artefact=str(path), missed=share, group=group)).for_layer(LayerContext(0))
         store = Store(selector, 9, HEADS, SIZE, torch.float32, torch.device("cpu"))
-        table = torch.tensor([[7, 2, 5, -1]], dtype=torch.int32)
         own = keys[0].unflatten(1, (ENTRIES, UNIT)).transpose(0, 1)
         store.update(table[0, :3].long(), own, 64 + UNIT * torch.arange(ENTRIES))
+        store.update(table[0, :0].long(), own[:0], torch.arange(0))
+        assert store.best(query, table[:, :0], 1).shape == (1, HEADS * (2 if group == "each" else 1), 0)
+        return store
+
+    for share in (0.0, missed):
+        store = stored(share)
         found[share] = store.scores(query, table)
         assert bool(found[share][0, :, rows:].isneginf().all())
         if share:
-            ids = selector._missed_at(store.entries, table).ids
+            ids = store.selector._missed_at(store.entries, table).ids
             assert bool((ids == 70).any(2).all())
             assert int(ids.max()) < rows
             assert (ids >= 0).sum(2).tolist() == [[ENTRIES * (1 if share < 0.03 else 2)] * HEADS]
             assert store.best(query, table, 1).tolist() == [[[70], [70]]] == found[share].topk(1).indices.tolist()
     assert found[0.0].argmax(2).tolist() != [[70, 70]]
+    logits, wanted = stored(missed, "each").scores(query, table)[0, :, 70], query[0] @ keys[0, :, 70, :, None] / 4
+    torch.testing.assert_close(logits, wanted.flatten(), rtol=0.1, atol=0.1)

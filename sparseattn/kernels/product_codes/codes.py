@@ -92,13 +92,13 @@ class Tables:
         """Return them, `[B,H,G,M,2^bits]` float32."""
         return codebooks.products((self.query.float() / self.temperature) @ self.turn.float().mT, self.centroids)
 
-    def steps_beside(self, step: Tensor) -> Tensor | None:
-        """Return what is added for each row in whole steps `[B,H]` from the least that it can be, `[B,H,G,N]` float32;
+    def steps_beside(self, step: Tensor, bounds: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """Return what is added for each row in whole steps `[B,H]` from the least of `bounds`, `[B,H,G,N]` float32;
         None: nothing."""
-        if self.beside is None:
+        if self.beside is None or bounds is None:
             return None
         scaled = self.query.float() / self.temperature
-        (least, _), unit = self.beside.bounds(scaled), torch.where(step > 0, step, 1)[:, :, None, None]
+        (least, _), unit = bounds, torch.where(step > 0, step, 1)[:, :, None, None]
         return ((self.beside.products(scaled) - least[..., None]) / unit).round_()
 
     def bounds(self) -> tuple[Tensor, Tensor] | None:

@@ -18,18 +18,20 @@ from torch import Tensor
 from sparseattn.kernels.numba_centroids import VECTORS
 from sparseattn.kernels.numba_vectors import FEATURES, LANES
 from sparseattn.kernels.product_codes.codes import Turning
+from sparseattn.kernels.product_codes.missed_rows import record_bytes
 
 # Registers of half a block's positions, and blocks that are worked on at once: their sums fill a processor's registers.
 STRIPES, OUTPUTS = (2, 4) if "+avx512f" in FEATURES else (1, 2)
 HALF = STRIPES * LANES
 WIDE = 2 * HALF
-TERMS, FARTHEST = 6, 1.61  # of a polynomial, and the largest angle: it is off by a 740th of what its pairs add at most
+TERMS, FARTHEST = 6, 1.61  # of a polynomial, and the largest angle: it is off by a 730th of what its pairs add at most
 TOGETHER = 8  # blocks
 AT_ONCE = 8 * TOGETHER  # blocks whose terms are made at once
 COLUMNS = TOGETHER * TERMS
 # The terms by which of the two sums of a block they are in: what is alike on both sides of its middle, and what is not.
 ORDER = (0, 2, 4, 1, 3, 5)
-NUMBERS, BLOCKS_AT = 24, 15  # of `turning_numbers`, and where among them the number of blocks is
+# Of `turning_numbers`, and where among them the number of blocks is, and where those of rows that codes miss begin.
+NUMBERS, BLOCKS_AT, MISSED_AT = 24, 15, 20
 NONE_ADDED: Any = np.zeros(NUMBERS, np.int64)
 IRREGULAR = -(1 << 62)
 
@@ -144,7 +146,7 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     tensors = at, begins, angles.far, angles.near, angles.wide_far, angles.wide_near, angles.slow, angles.order, key
     slowest = angles.slow.shape[1]
     middling = angles.wide_far.shape[1] // 2 - slowest
-    records = key if turning.missed is None else adjacent_heads(turning.missed.records)
+    records = key if turning.missed is None else adjacent_heads(turning.missed.records, size)
     missed = (0, 0, 0) if turning.missed is None else (records.stride(1), records.shape[3], records.shape[2])
     # Whether there is one, addresses, R, whether interleaved, heads and D of the keys, rows, blocks; pairs; and of rows
     # that codes miss the address, bytes from a KV head to the next, of a row, and how many of a KV head.
@@ -154,9 +156,12 @@ def turning_numbers(turning: Turning | None, heads: int, size: int) -> tuple[Any
     return np.array(numbers, np.int64), (*tensors, records)
 
 
-def adjacent_heads(records: Tensor) -> Tensor:
-    """Return records `[B,H,X,W]`, those of a KV head adjacent, and heads equally far apart."""
+def adjacent_heads(records: Tensor, size: int) -> Tensor:
+    """Return records `[B,H,X,W]` of rows of `size` channels, a KV head's adjacent, and heads equally far apart."""
     batch, heads, _, width = records.shape
+    if records.dtype != torch.uint8 or width != record_bytes(size):
+        wanted = f"uint8 of {record_bytes(size)} bytes"
+        raise ValueError(f"records of rows of {size} channels are {wanted}, got {records.dtype} of {width}")
     regular = records.stride()[2:] == (width, 1) and (batch == 1 or records.stride(0) == heads * records.stride(1))
     return records if regular else records.contiguous()
 

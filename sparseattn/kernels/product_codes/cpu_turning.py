@@ -38,6 +38,7 @@ from sparseattn.kernels.product_codes.cpu_angles import (
     AT_ONCE,
     COLUMNS,
     HALF,
+    MISSED_AT,
     NUMBERS,
     OUTPUTS,
     STRIPES,
@@ -54,8 +55,8 @@ TOP = 32_767  # of 16 bits
 
 
 def _places() -> Any:
-    """Return where `multiply` writes the terms of `AT_ONCE` blocks, block by block, `[AT_ONCE * TERMS]` int64: in tiles
-    of `VECTORS` columns, each of all blocks together."""
+    """Return where `multiply` writes the terms of `AT_ONCE` blocks, block by block, `[AT_ONCE * TERMS]` uint64: in
+    tiles of `VECTORS` columns, each of all blocks together."""
     row, column = np.divmod(np.arange(AT_ONCE * TERMS, dtype=np.uint64), np.uint64(COLUMNS))
     return (column // VECTORS * TOGETHER + row) * VECTORS + column % VECTORS
 
@@ -230,7 +231,7 @@ def _take_codes(typing, codes, half, out):
 def meet_missed(numbers, which, turned, share, wide, more):
     """Write what codes miss of the logits of rows to `more` `[G,X]` float32, 0 where there is no row; turned: a KV
     head's queries `[G*D]` float32, as `make_tables` writes them."""
-    records_at, apart, width, count = numbers[20:24]
+    records_at, apart, width, count = numbers[MISSED_AT:NUMBERS]
     if count == 0:
         return
     half, each = width - HEADER, np.empty(2 * (width - HEADER), np.float32)
@@ -260,7 +261,7 @@ def meet_queries(numbers, which, query, share, more, met):
     turn. Return how far apart the least and the largest are, at the head where that is most; more: see `meet_missed`.
     """
     order_at, key_at, wide, interleaved, _, size = numbers[8:14]
-    count = numbers[23]
+    count = numbers[NUMBERS - 1]
     both = numbers[17] + numbers[18] + numbers[19]
     key = array_at(np.float32, key_at + 4 * which * size, size)
     order, half, most = array_at(np.int64, order_at, both), wide // 2, np.float32(0)
@@ -352,11 +353,11 @@ def round_turned(numbers, which, share, met, more, step, arena, highest):
 def add_missed(own, numbers, which, more, step, highest):
     """Add to what rows have, `own` `[N]` int16 in whole steps, what codes miss of some, `more` `[X]`, and return the
     largest number of them and `highest`."""
-    records_at, apart, width, count = numbers[20:24]
+    records_at, apart, width, count = numbers[MISSED_AT:NUMBERS]
     top = np.int64(highest)
     for i in range(count if step > 0 else 0):
         row = array_at(np.int32, records_at + which * apart + i * width, 1)[0]
-        if row >= 0:
+        if 0 <= row < len(own):
             found = max(np.int64(own[row]) + np.int64(np.floor(more[i] / step + np.float32(0.5))), 0)
             own[row], top = np.int16(found), max(top, found)
     return np.int16(top)

@@ -258,8 +258,9 @@ def voted_beside(names: Tensor, step: Tensor, keys: ProductCodes, ids: Tensor, a
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
-    names, step, _ = rounded(tables.numbers(), tables.bounds())
-    added = tables.steps_beside(step)
+    bounds = tables.bounds()
+    names, step, _ = rounded(tables.numbers(), bounds)
+    added = tables.steps_beside(step, bounds)
     candidates = best_rows(nearest(names, step, keys, added), MORE * count)  # [B,H,C]
     if added is None:
         votes = voted(names * step[:, :, None, None, None], keys, candidates)

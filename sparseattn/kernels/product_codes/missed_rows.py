@@ -10,7 +10,7 @@ from torch import Tensor
 HEADER = 8  # bytes of a record before its codes: the row and the scale
 MULTIPLE = 8  # of which its codes take bytes
 HIGHEST = 15  # code
-MIDDLE = HIGHEST / 2  # stands for 0
+MIDDLE = HIGHEST / 2  # where 0 lies, between two codes
 
 
 def record_bytes(size: int) -> int:
@@ -25,10 +25,12 @@ def packed(ids: Tensor, missed: Tensor) -> Tensor:
         ids: `[B,H,X]`, rows; negative: none.
         missed: `[B,H,X,D]` float32, what codes miss of the rows' turned keys.
     """
+    width = record_bytes(missed.shape[3])
+    if not missed.numel():
+        return torch.empty(*missed.shape[:3], width, dtype=torch.uint8, device=missed.device)
     scale = missed.abs().amax(3, keepdim=True) / MIDDLE
     codes = (missed / torch.where(scale > 0, scale, 1) + MIDDLE).round_().clamp_(0, HIGHEST).to(torch.uint8)
-    width = record_bytes(missed.shape[3]) - HEADER
-    low, high = torch.nn.functional.pad(codes, (0, 2 * width - codes.shape[3])).chunk(2, 3)
+    low, high = torch.nn.functional.pad(codes, (0, 2 * (width - HEADER) - codes.shape[3])).chunk(2, 3)
     header = ids.int()[..., None].view(torch.uint8), scale.float().contiguous().view(torch.uint8)
     return torch.cat([*header, low | high << 4], 3)
 

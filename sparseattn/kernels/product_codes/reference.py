@@ -33,9 +33,10 @@ def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> tuple[Tensor, Tensor]:
     """As `dispatch.best`."""
-    names, step, _ = rounded(tables.numbers(), tables.bounds())
+    bounds = tables.bounds()
+    names, step, _ = rounded(tables.numbers(), bounds)
     whole = sums(names.float(), keys)
-    if (added := tables.steps_beside(step)) is not None:
+    if (added := tables.steps_beside(step, bounds)) is not None:
         whole += added
     distance = nearest(whole, step, keys.valid)
     last = distance.topk(min(MORE * count, distance.shape[2]), 2).values.amin(2, keepdim=True)

@@ -94,7 +94,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         missed: share of rows, at most half, of which what codes miss is kept in 4 bits a channel: the rows that codes
             miss most, by the mean square error of a logit. Of each seal's rows, as large a share may be among them, if
             codes miss them by more than the prompt's limit. A single line that resembles nothing else is found then. 0
-            (default): none. Not with the plain mean or `additive`.
+            (default): none. Not with the plain mean or `additive`, nor as a second stage. In vLLM's blocks it is a
+            share of every 32 rows.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
@@ -107,8 +108,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
     `scan_bytes`: the codes of every row and its position, which the KV heads share, and once per KV head the centroids,
-    the map of queries and the means. Where the mean is "plain" no positions are read. With
-    `missed` what is kept of that share of rows, too.
+    the map of queries and the means. Where the mean is "plain" no positions are read. With `missed` what is kept of
+    that share of rows, too.
     """
 
     learns_once = True
@@ -172,14 +173,14 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
                 f"file with --mean rope, or leave missed out"
             )
         if missed:
-            self.far = RowBuffer(2, spare=255)  # [B,H,X,W] uint8, see `MissedRows`, of rows beyond the limit
+            self.missed_rows = RowBuffer(2, spare=255)  # [B,H,X,W] uint8, see `MissedRows`, of rows beyond the limit
             self.limit = RowBuffer(2)  # [B,H,1] float32, of the mean square error of a logit
         self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
 
     def fix(self, rows: int, seal: int) -> None:
         super().fix(rows, seal)
-        if self.missed:  # a first seal may be of any length
-            self.far.room = self._most_missed(rows) + math.ceil(rows / seal) * self._most_missed(seal)
+        if self.missed:  # of each seal less than one row is kept beyond its share
+            self.missed_rows.fix(self._most_missed(rows) + math.ceil(rows / seal))
 
     def _most_missed(self, count: int) -> int:
         """Return of how many of a seal's `count` rows is kept what codes miss."""
@@ -269,7 +270,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         }
         if self.missed:
             records = batch, heads, self._most_missed(count), record_bytes(size)
-            wanted |= {"far": (torch.uint8, records), "limit": (torch.float32, (batch, heads, 1))}
+            wanted |= {"missed_rows": (torch.uint8, records), "limit": (torch.float32, (batch, heads, 1))}
         if self.turning:
             wanted |= {"at": (torch.int32, (batch, count)), "root": (torch.float32, (batch, heads, size))}
         check_tensors(state, wanted)
@@ -286,7 +287,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         if self.turning:
             check_equal(state, "at", rows.positions.int().cpu())
         if self.missed:
-            _check_missed(MissedRows(state["far"], state["back"]), count)
+            _check_missed(MissedRows(state["missed_rows"], state["back"]), count)
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, kind = rows.keys[0], half(rows.keys)
@@ -376,7 +377,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         left = self._without(self.root.data, rows.keys.gather(2, wide), at)
         codes = self.codes.data[..., first:].gather(3, places[:, :, None].expand(-1, -1, self.codes.full.shape[2], -1))
         missed = self._missed_of(self._turned(left), codes.mT).masked_fill_(~beyond[..., None], 0)
-        self.far.append(packed(torch.where(beyond, places + first, -1), missed))
+        self.missed_rows.append(packed(torch.where(beyond, places + first, -1), missed))
 
     def _turned(self, left: Tensor) -> Tensor:
         """Return `[B,H,n,D]` float32 keys without the mean before RoPE in the space of the centroids."""
@@ -390,8 +391,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         return turned - torch.stack(coded)
 
     def coded_at(self, keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return codes of keys `[B,H,n,D]` at positions `[B,n]` int64, as `encode` does; what is below 0 counts as 0. And
-        return what they miss of the turned keys, `[B,H,n,D]` float32; None: nothing of it is kept."""
+        """Return codes of keys `[B,H,n,D]` at positions `[B,n]` int64, as `encode` does; what is below 0 counts as 0.
+        And return what they miss of the turned keys, `[B,H,n,D]` float32; None: nothing of it is kept."""
         if self.turning:
             keys = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
         if not self.missed:
@@ -494,7 +495,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def _listed(self) -> MissedRows:
         """Return the rows that codes miss most."""
-        return MissedRows(self.far.visible, self.back.visible)
+        return MissedRows(self.missed_rows.visible, self.back.visible)
 
     def _products(self, query: Tensor, beside: Turning) -> Tensor:
         """Return the products of queries `[B,H,G,D]` with what rows have beside their codes, `[B,H,G,N]` float32."""
@@ -509,16 +510,12 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if not self._at_once:
             return super().select(query, step, budget)
-        if self.missed and self.layer_context.rope is None:
-            return super().select(query, step, budget)
         tables = self.factors(query, self.temperature(query.shape[3]))
         return Selection(*product_codes.best(tables, self.coded(step.valid), budget), 1, whole=True)
 
     def chosen_by(self, valid: Tensor, size: int) -> RankedCodes | None:
         own = all(getattr(type(self), name) is getattr(QueryPQ, name) for name in OWN)
         if not self._at_once or self.fixed_for_cache or not own:
-            return None
-        if self.missed and self.layer_context.rope is None:
             return None
         if self._ranked is None or self._ranked.valid is not valid:
             temperature = self.temperature(size)
@@ -533,8 +530,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     @property
     def _at_once(self) -> bool:
-        """Whether rows are chosen in one kernel."""
-        return self.group == "softmax" and self.page == 1
+        """Whether rows are chosen in one kernel, which adds nothing for single rows where no RoPE is known."""
+        known = self.layer_context.rope is not None
+        return self.group == "softmax" and self.page == 1 and (known or not self.missed)
 
     @property
     def _compiled(self) -> bool:
@@ -570,8 +568,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         return Launch("names", flops=flops, entries=launch.entries)
 
     def _turning(self, query: Tensor, sealed: int) -> float:
-        """Return the flops of products with the mean key before RoPE at so many positions."""
-        return 2.0 * query.numel() * sealed if self._adds else 0.0
+        """Return the flops of products with the mean key before RoPE at so many positions, and with what codes miss."""
+        return 2.0 * query.numel() * sealed * (self._adds + self.missed)
 
 
 def _check_missed(listed: MissedRows, count: int) -> None:
@@ -580,8 +578,8 @@ def _check_missed(listed: MissedRows, count: int) -> None:
     ids = listed.ids.sort(2).values
     if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= count):
         raise ValueError(
-            f"far names rows {int(ids.min())} to {int(ids.max())}, of {count} rows it names 0 to {count - 1}"
+            f"missed_rows names rows {int(ids.min())} to {int(ids.max())}, of {count} rows it names 0 to {count - 1}"
         )
     if bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any()):
-        raise ValueError("far names a row twice")
-    check_finite({"far": listed.missed()}, "far")
+        raise ValueError("missed_rows names a row twice")
+    check_finite({"missed_rows": listed.missed()}, "missed_rows")

@@ -31,6 +31,9 @@ class BlockCodes(PageSelector):
     RoPE of the file is taken for the model's: an engine does not say which it applies. KV heads and their size are
     compared.
 
+    Where the method has `missed`, it is kept what codes miss of the rows of each entry that they miss most: that share
+    of them, rounded up.
+
     Args:
         method: with an artefact and single rows.
     """
@@ -42,7 +45,7 @@ class BlockCodes(PageSelector):
         if method.turning:
             self.entry_names = ("codes", "first")  # the position of an entry's first row
         if method.missed:
-            self.entry_names = (*self.entry_names, "far")  # records of rows, see `MissedRows`
+            self.entry_names = (*self.entry_names, "missed")  # records of rows, see `MissedRows`
         super().__init__(method.page, method.group)
         self.method = method
 
@@ -78,9 +81,12 @@ class BlockCodes(PageSelector):
             row = keys[:1, :, :1]
             self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
         at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten().expand(len(keys), -1)
-        few = max(FEW // keys[:, :, : self.unit].numel(), 1) * self.unit  # rows that stay in a processor's caches
+        batch, heads, _, size = keys.shape
+        few = max(FEW // (batch * heads * self.unit * size), 1) * self.unit  # rows that stay in a processor's caches
         parts = [self._coded(*each) for each in zip(keys.split(few, 2), at.split(few, 1), strict=True)]
-        made = {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
+        made = parts[0]
+        if len(parts) > 1:
+            made = {name: torch.cat([part[name] for part in parts], 2) for name in made}
         if self.method.turning:
             made["first"] = first.int()[:, None].expand(*keys.shape[:2], -1, 1)
         return made
@@ -95,25 +101,28 @@ class BlockCodes(PageSelector):
             most = math.ceil(self.method.missed * self.unit)
             ids = each.square().sum(4).topk(most, 3).indices  # [B,H,E,X]
             own = each.gather(3, ids[..., None].expand(-1, -1, -1, -1, each.shape[4]))
-            made["far"] = packed(ids.flatten(2), own.flatten(2, 3)).unflatten(2, (-1, most)).flatten(3)
+            made["missed"] = packed(ids.flatten(2), own.flatten(2, 3)).unflatten(2, (-1, most)).flatten(3)
         return made
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         codes = entries["codes"].permute(0, 1, 3, 2, 4).flatten(3)  # [B,H,M,N]
         missed = None
         if self.method.missed:  # of one sequence after another in one store
-            far, order = entries["far"].transpose(1, 2).flatten(0, 1), torch.arange(real.numel(), dtype=torch.int32)
-            table = torch.where(real, order.to(real.device).view_as(real), -1)
-            missed = self._missed_at({"far": far}, table)
+            order = torch.arange(real.numel(), dtype=torch.int32, device=real.device).view_as(real)
+            store = {"missed": entries["missed"].transpose(1, 2).flatten(0, 1)}
+            missed = self._missed_at(store, torch.where(real, order, -1))
         return self._scores(query, self._held(codes, real), self._beside(entries, real), missed)
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        held = self._held(gather(store["codes"], table), table >= 0)
-        return self._scores(query, held, self._beside_at(store, table), self._missed_at(store, table))
+        held, beside = self._held(gather(store["codes"], table), table >= 0), self._beside_at(store, table)
+        return self._scores(query, held, beside, self._missed_at(store, table) if beside is None else None)
 
     def best_at(self, query: Tensor, store: Entries, table: Tensor, count: int) -> Tensor:
-        method, every, beside = self.method, len(query), self._beside_at(store, table)
-        if self.group != "softmax" or self.page > 1 or (method.missed and beside is None):
+        method, every = self.method, len(query)
+        if self.group != "softmax" or self.page > 1:
+            return super().best_at(query, store, table, count)
+        beside = self._beside_at(store, table)
+        if method.missed and beside is None:  # no RoPE is known, or there are no rows
             return super().best_at(query, store, table, count)
         keys = self._held(gather(store["codes"], table), table >= 0)
         back, centroids = (_of_all(part.visible, every) for part in (method.back, method.centroids))
@@ -146,7 +155,7 @@ class BlockCodes(PageSelector):
         if not self.method.missed:
             return None
         back = self.method.back.visible
-        records = gather_missed(store["far"], table, record_bytes(back.shape[3]), self.unit)
+        records = gather_missed(store["missed"], table, record_bytes(back.shape[3]), self.unit)
         return MissedRows(records, _of_all(back, len(table)))
 
     def _beside_from(self, first: Tensor, listed: Tensor) -> Turning | None:
@@ -163,7 +172,7 @@ class BlockCodes(PageSelector):
         logits = product_codes.logits(self.method.scaled_tables(query), keys)
         scaled = query.float() / self.method.temperature(query.shape[3])
         if beside is not None:
-            logits = logits + replace(beside, missed=None).products(scaled)
+            logits = logits + beside.products(scaled)
         if missed is not None:
             logits = missed.added(logits, scaled)
         return vote(self.method.masses(logits), self.group)
