@@ -226,7 +226,7 @@ def test_every_compiled_file_of_the_package_is_in_the_hash() -> None:
         "kernels/quantized_keys/level_grid.py",
     } <= held.keys()
     constants = [name for name, source in held.items() if b"numba" not in source]  # and nothing compiled
-    assert len(constants) < 8, "files that are not compiled would compile all anew"
+    assert len(constants) < 9, "files that are not compiled would compile all anew"
     for path in PACKAGE.rglob("*.py"):
         name, source = path.relative_to(PACKAGE).as_posix(), path.read_text()
         if name != "kernels/numba_cache.py":

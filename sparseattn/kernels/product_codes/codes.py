@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
 from sparseattn.kernels import codebooks
-
-if TYPE_CHECKING:
-    from sparseattn.kernels.product_codes.missed_rows import MissedRows
+from sparseattn.kernels.product_codes.missed_rows import MissedRows
 
 MORE = 2  # candidates for every row that is chosen: with as many the vote chooses as among all (the log, 2026-11-25)
 BLOCK = 64  # rows that kernels take at once
@@ -20,9 +17,6 @@ APART, FEW = 16, 32  # blocks, see `blocks_apart`
 LEVELS = 255  # steps of a rounded table
 HIGHEST = 32_512  # sum of 16 bits with what is added to it
 MOST = 128  # subspaces: a sum of so many rounded numbers fits 15 bits
-# Of a record of what codes miss (`missed_rows`): bytes before its codes of 4 bits, what their bytes are a multiple of,
-# the highest code, and where 0 lies, between two codes.
-HEADER, MULTIPLE, HIGHEST_CODE, MIDDLE = 8, 8, 15, 7.5
 MOST_BESIDE = 112  # with a `Turning`, which has room for 3,952 steps then
 
 

@@ -34,7 +34,6 @@ from sparseattn.kernels.numba_vectors import (
     splat,
     times_plus,
 )
-from sparseattn.kernels.product_codes.codes import HEADER, HIGHEST_CODE, MIDDLE, MULTIPLE
 from sparseattn.kernels.product_codes.cpu_angles import (
     AT_ONCE,
     COLUMNS,
@@ -47,6 +46,7 @@ from sparseattn.kernels.product_codes.cpu_angles import (
     TOGETHER,
     WIDE,
 )
+from sparseattn.kernels.product_codes.missed_rows import HEADER, HIGHEST, MIDDLE, MULTIPLE
 
 SHORTS = ir.VectorType(ir.IntType(16), LANES)
 BACKWARDS = ir.Constant(WORDS, list(reversed(range(LANES))))
@@ -217,7 +217,7 @@ def _take_codes(typing, codes, half, out):
         step = ir.Constant(half_.type, MULTIPLE)
         with cgutils.for_range_slice(builder, ir.Constant(half_.type, 0), half_, step, intp=half_.type) as (i, _):
             both = builder.load(builder.inttoptr(builder.add(codes_, i), names.as_pointer()), align=1)
-            low, high = builder.and_(both, every(names, HIGHEST_CODE)), builder.lshr(both, every(names, 4))
+            low, high = builder.and_(both, every(names, HIGHEST)), builder.lshr(both, every(names, 4))
             for part, at in ((low, i), (high, builder.add(half_, i))):
                 number = builder.uitofp(builder.zext(part, ir.VectorType(ir.IntType(32), MULTIPLE)), kind)
                 place = place_in(context, builder, out, out_, at, kind)

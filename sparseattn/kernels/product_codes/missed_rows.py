@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.product_codes.codes import HEADER, HIGHEST_CODE, MIDDLE, MULTIPLE
+HEADER = 8  # bytes of a record before its codes: the row and the scale
+MULTIPLE = 8  # of which its codes take bytes
+HIGHEST = 15  # code
+MIDDLE = HIGHEST / 2  # where 0 lies, between two codes
 
 
 def record_bytes(size: int) -> int:
@@ -26,7 +29,7 @@ def packed(ids: Tensor, missed: Tensor) -> Tensor:
     if not missed.numel():
         return torch.empty(*missed.shape[:3], width, dtype=torch.uint8, device=missed.device)
     scale = missed.abs().amax(3, keepdim=True) / MIDDLE
-    codes = (missed / torch.where(scale > 0, scale, 1) + MIDDLE).round_().clamp_(0, HIGHEST_CODE).to(torch.uint8)
+    codes = (missed / torch.where(scale > 0, scale, 1) + MIDDLE).round_().clamp_(0, HIGHEST).to(torch.uint8)
     low, high = torch.nn.functional.pad(codes, (0, 2 * (width - HEADER) - codes.shape[3])).chunk(2, 3)
     header = ids.int()[..., None].view(torch.uint8), scale.float().contiguous().view(torch.uint8)
     return torch.cat([*header, low | high << 4], 3)
@@ -53,7 +56,7 @@ class MissedRows:
     def missed(self) -> Tensor:
         """Return what codes miss of the rows' turned keys, `[B,H,X,D]` float32, 0 where there is no row."""
         scale, codes = self.records[..., 4:HEADER].view(torch.float32), self.records[..., HEADER:]
-        both = torch.cat([codes & HIGHEST_CODE, codes >> 4], 3)[..., : self.turn.shape[3]]
+        both = torch.cat([codes & HIGHEST, codes >> 4], 3)[..., : self.turn.shape[3]]
         return torch.where(self.ids[..., None] < 0, 0, (both.float() - MIDDLE) * scale)
 
     def more(self, query: Tensor) -> Tensor:
