@@ -170,11 +170,10 @@ class BlockCodes(PageSelector):
 
     def _scores(self, query: Tensor, keys: ProductCodes, beside: Turning | None, missed: MissedRows | None) -> Tensor:
         logits = product_codes.logits(self.method.scaled_tables(query), keys)
-        scaled = query.float() / self.method.temperature(query.shape[3])
-        if beside is not None:
-            logits = logits + beside.products(scaled)
-        if missed is not None:
-            logits = missed.added(logits, scaled)
+        if beside is not None or missed is not None:
+            scaled = query.float() / self.method.temperature(query.shape[3])
+            logits = logits if beside is None else logits + beside.products(scaled)
+            logits = logits if missed is None else missed.added(logits, scaled)
         return vote(self.method.masses(logits), self.group)
 
 
