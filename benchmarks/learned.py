@@ -54,7 +54,7 @@ def ways(steps: int, head_dim: int, seal: int) -> list[Way]:
     for size in BYTES:
         bits, parts = 8 * size, 2 * size
         found += [
-            Way("querypq, of each prompt", size, f"querypq:subspaces={parts}"),
+            Way("querypq, of each prompt", size, f"querypq:subspaces={parts},missed=0"),
             Way("querypq, of each prompt, plain mean", size, f"querypq:subspaces={parts},mean=plain"),
             Way("querypq, of other texts", size, f"querypq:subspaces={parts}", _codes(parts, 0)),
             Way("querypq, of other texts, plain mean", size, f"querypq:subspaces={parts}", _codes(parts, 0, "plain")),

@@ -65,7 +65,7 @@ def test_coding_with_a_file_is_coding_with_the_same_books_learned_here(
     traces: list[Path], tmp_path: Path, mean: str
 ) -> None:
     trace, file = Trace.open(traces[0]), tmp_path / "own.safetensors"
-    own = filled(QueryPQ(4, share=1.0, mean=mean), trace)
+    own = filled(QueryPQ(4, share=1.0, mean=mean, missed=0.0), trace)
     Calibration("querypq", {1: parameters(own)}, ropes={1: trace.ropes[1]}).save(file)
     named = QueryPQ(4, artefact=str(file))
     assert not named.learns

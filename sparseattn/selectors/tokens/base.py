@@ -105,9 +105,13 @@ class Ranked(EstimatesMass, SharesScores, Selector):
         """Return the best rows, or pages, of a `budget` of rows by `logits` `[B,H,G,P]` and the group's vote."""
         return Selection.pages(best_rows(vote(logits, self.group), budget // self.page), self.page)
 
-    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def bytes_read(self, query: Tensor, sealed: int) -> int:
+        """Return the bytes of the index that a query reads of a KV head's `sealed` rows."""
         row, once = self.reads(query)
-        scan = Scan(sealed, sealed * row + once)
+        return sealed * row + once
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = Scan(sealed, self.bytes_read(query, sealed))
         scoring = replace(self.scoring(query, sealed), bytes=query.shape[0] * query.shape[1] * scan.read)
         counts = sealed // self.page, min(budget, sealed) // self.page
         return self.ranked(query, scan, [scoring], counts, group=self.group, page=self.page)

@@ -45,6 +45,7 @@ Self = TypeVar("Self", bound="QueryPQ")
 METRICS = ("own", "keys")
 MEANS = ("auto", "plain", "rope")
 MOST_ADDED = 4096  # centroids whose products with each other a seal makes
+MISSED = 0.02  # share of rows of which what codes miss is kept by default
 PLACE = 4  # bytes of a row's position
 PART = 1 << 16  # rows whose means are taken off at a time
 FEW = 1 << 20  # numbers of rows whose errors are looked at at a time: they stay in a processor's caches
@@ -93,9 +94,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             that of the file with `artefact`, "plain" as a second stage, else "rope".
         missed: share of rows, at most half, of which what codes miss is kept in 4 bits a channel: the rows that codes
             miss most, by the mean square error of a logit. Of each seal's rows, as large a share may be among them, if
-            codes miss them by more than the prompt's limit. A single line that resembles nothing else is found then. 0
-            (default): none. Not with the plain mean or `additive`, nor as a second stage. In vLLM's blocks it is a
-            share of every 32 rows.
+            codes miss them by more than the prompt's limit. A single line that resembles nothing else is found then. 0:
+            none. None (default): .02, but 0 with the plain mean, `additive` or `artefact`, as a second stage and in a
+            layer whose RoPE is not known. More than 0 is refused with the plain mean, with `additive` and as a second
+            stage. In vLLM's blocks it is a share of every 32 rows.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
@@ -134,7 +136,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         page: int = 1,
         additive: bool = False,
         mean: str = "auto",
-        missed: float = 0.0,
+        missed: float | None = None,
     ) -> None:
         ProductCoded.__init__(self, subspaces, bits, sample, seed, group)
         if page < 1 or page & (page - 1):
@@ -150,7 +152,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
         if additive and artefact != PROMPT:
             raise ValueError(f"codes with additive are the prompt's own: leave out artefact={artefact} or additive")
-        if not 0 <= missed <= 0.5:
+        if missed is not None and not 0 <= missed <= 0.5:
             raise ValueError(f"missed is a share of rows, 0 to 0.5, got {missed}")
         if missed and (additive or mean == "plain"):
             other = "additive" if additive else "mean=plain"
@@ -172,19 +174,31 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
                 f"codes of {artefact} have mean=plain, and missed={missed:g} needs the mean before RoPE: train a "
                 f"file with --mean rope, or leave missed out"
             )
-        if missed:
+        if self._kept_if(True):
             self.missed_rows = RowBuffer(2, spare=255)  # [B,H,X,W] uint8, see `MissedRows`, of rows beyond the limit
             self.limit = RowBuffer(2)  # [B,H,1] float32, of the mean square error of a logit
         self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
 
     def fix(self, rows: int, seal: int) -> None:
         super().fix(rows, seal)
-        if self.missed:  # of each seal less than one row is kept beyond its share
+        if self.kept_share:  # of each seal less than one row is kept beyond its share
             self.missed_rows.fix(self._most_missed(rows) + math.ceil(rows / seal))
 
     def _most_missed(self, count: int) -> int:
         """Return of how many of a seal's `count` rows is kept what codes miss."""
-        return math.ceil(self.missed * count)
+        return math.ceil(self.kept_share * count)
+
+    @property
+    def kept_share(self) -> float:
+        """Share of rows of which what codes miss is kept: `missed`, or what its default is here."""
+        return self._kept_if(self.layer_context.rope is not None)
+
+    def _kept_if(self, known: bool) -> float:
+        """Return `kept_share` in a layer whose RoPE is known, or is not."""
+        if self.missed is not None:
+            return self.missed
+        own = self.artefact == PROMPT and not self.additive
+        return MISSED if known and own and self.turning else 0.0
 
     def _mean_of_file(self) -> str | None:
         """Return which mean key the codes of the file leave out, None without a file; ValueError where another one is
@@ -246,7 +260,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
                 )
 
     def index_arguments(self) -> dict[str, Any]:
-        given = super().index_arguments() | {"mean": "rope" if self.turning else "plain"}
+        given = super().index_arguments() | {"mean": "rope" if self.turning else "plain", "missed": self.kept_share}
         if self.artefact == PROMPT:
             rope = self.layer_context.rope
             known = rope is not None and (self.ahead or self.turning)
@@ -268,7 +282,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             "back": (kind, square),
             "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, channels)),
         }
-        if self.missed:
+        if self.kept_share:
             records = batch, heads, self._most_missed(count), record_bytes(size)
             wanted |= {"missed_rows": (torch.uint8, records), "limit": (torch.float32, (batch, heads, 1))}
         if self.turning:
@@ -281,12 +295,12 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             "back",
             "centroids",
             *(["root"] if self.turning else []),
-            *(["limit"] if self.missed else []),
+            *(["limit"] if self.kept_share else []),
         )
         check_equal(state, "known", (rows.positions >= 0).any(1, keepdim=True).cpu())
         if self.turning:
             check_equal(state, "at", rows.positions.int().cpu())
-        if self.missed:
+        if self.kept_share:
             _check_missed(MissedRows(state["missed_rows"], state["back"]), count)
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
@@ -298,7 +312,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         turn, back = tensors["turn"] * by[:, None, None], tensors["back"] / by[:, None, None]
         centroids = tensors["centroids"] * by[:, None, None, None]
         found = tensors | {"turn": turn, "back": back.to(kind), "centroids": centroids.to(kind)}
-        return found | {"limit": self._limit(found, rows)} if self.missed else found
+        return found | {"limit": self._limit(found, rows)} if self.kept_share else found
 
     def _prompts(self, rows: Rows) -> dict[str, Tensor]:
         """Return what the prompt's own keys and queries say, see `codes_of`."""
@@ -335,7 +349,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         turned = (keys - tensors["centre"][:, None]) @ tensors["turn"].mT
         errors = (turned - as_coded(turned, tensors["centroids"].float())).square().sum(2)
         count = errors.shape[1]
-        return errors.kthvalue(count - math.floor(self.missed * count), dim=1, keepdim=True).values
+        return errors.kthvalue(count - math.floor(self.kept_share * count), dim=1, keepdim=True).values
 
     def _root(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return the mean `[H,D]` float32 of keys `[H,n,D]` before RoPE, 0 where that is not known."""
@@ -358,13 +372,13 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         self.at.append(rows.positions.int())
         first, errors = self.at.rows - rows.positions.shape[1], []
         batch, heads, _, size = rows.keys.shape
-        few = max(FEW // (batch * heads * size), 1) if self.missed else PART
+        few = max(FEW // (batch * heads * size), 1) if self.kept_share else PART
         for keys, at in zip(rows.keys.split(few, 2), rows.positions.split(few, 1), strict=True):
             codes, missed = self.coded_at(keys, at)
             self.codes.append(codes.mT)
             if missed is not None:
                 errors.append(missed.square().sum(3).masked_fill_((at < 0)[:, None], -torch.inf))
-        if self.missed:
+        if self.kept_share:
             self._keep_missed(rows, torch.cat(errors, 2), first)
 
     def _keep_missed(self, rows: Rows, errors: Tensor, first: int) -> None:
@@ -395,7 +409,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         And return what they miss of the turned keys, `[B,H,n,D]` float32; None: nothing of it is kept."""
         if self.turning:
             keys = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
-        if not self.missed:
+        if not self.kept_share:
             return self.encode(keys), None
         turned = self._turned(keys)
         codes = self.packed(turned).mT
@@ -406,7 +420,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         if not self.turning:
             return None
         found = self.beside_at(self.root.visible, self.at.visible)
-        return found if found is None or not self.missed else replace(found, missed=self._listed())
+        return found if found is None or not self.kept_share else replace(found, missed=self._listed())
 
     def beside_at(self, root: Tensor, at: Tensor, first: int | None = None) -> Turning | None:
         """Return `beside` of rows at positions `at` `[B,N]` int32; root: `[B,H,D]`; first: see `Turning`."""
@@ -431,6 +445,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         plain = self.for_layer(self.layer_context)  # what was given may serve elsewhere, in its own form
         plain.by_row = type(plain).by_row
         del plain.at, plain.root
+        if self._kept_if(True):
+            del plain.missed_rows, plain.limit
         return plain
 
     def stored_rows(self) -> int:
@@ -489,7 +505,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         found: Tensor = product_codes.logits(self.scaled_tables(query), self.coded(valid))
         if (beside := self.beside()) is not None:
             return found + self._products(query, beside)
-        if not self.missed:
+        if not self.kept_share:
             return found
         return self._listed().added(found, query.float() / self.temperature(query.shape[3]))
 
@@ -532,7 +548,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def _at_once(self) -> bool:
         """Whether rows are chosen in one kernel, which adds nothing for single rows where no RoPE is known."""
         known = self.layer_context.rope is not None
-        return self.group == "softmax" and self.page == 1 and (known or not self.missed)
+        return self.group == "softmax" and self.page == 1 and (known or not self.kept_share)
 
     @property
     def _compiled(self) -> bool:
@@ -554,9 +570,11 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         row = self.names(query.shape[3])[0]
         if self._adds:
             row += -(-PLACE // query.shape[1])  # which the KV heads share
-        if self.missed:
-            row += math.ceil(self.missed * record_bytes(query.shape[3]))
         return row, self._once(query.shape[3])
+
+    def bytes_read(self, query: Tensor, sealed: int) -> int:
+        missed = math.ceil(self._kept_if(self._adds) * sealed)
+        return super().bytes_read(query, sealed) + missed * record_bytes(query.shape[3])
 
     def _once(self, size: int) -> int:
         """Return the bytes of centroids, the map of queries and the means of a KV head."""
@@ -569,7 +587,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def _turning(self, query: Tensor, sealed: int) -> float:
         """Return the flops of products with the mean key before RoPE at so many positions, and with what codes miss."""
-        return 2.0 * query.numel() * sealed * (self._adds + self.missed)
+        return 2.0 * query.numel() * sealed * (self._adds + self._kept_if(self._adds))
 
 
 def _check_missed(listed: MissedRows, count: int) -> None:

@@ -44,7 +44,7 @@ class BlockCodes(PageSelector):
     def __init__(self, method: QueryPQ) -> None:
         if method.turning:
             self.entry_names = ("codes", "first")  # the position of an entry's first row
-        if method.missed:
+        if method.kept_share:
             self.entry_names = (*self.entry_names, "missed")  # records of rows, see `MissedRows`
         super().__init__(method.page, method.group)
         self.method = method
@@ -98,7 +98,7 @@ class BlockCodes(PageSelector):
         made = {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
         if missed is not None:
             each = missed.unflatten(2, (-1, self.unit))
-            most = math.ceil(self.method.missed * self.unit)
+            most = math.ceil(self.method.kept_share * self.unit)
             ids = each.square().sum(4).topk(most, 3).indices  # [B,H,E,X]
             own = each.gather(3, ids[..., None].expand(-1, -1, -1, -1, each.shape[4]))
             made["missed"] = packed(ids.flatten(2), own.flatten(2, 3)).unflatten(2, (-1, most)).flatten(3)
@@ -107,7 +107,7 @@ class BlockCodes(PageSelector):
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         codes = entries["codes"].permute(0, 1, 3, 2, 4).flatten(3)  # [B,H,M,N]
         missed = None
-        if self.method.missed:  # of one sequence after another in one store
+        if self.method.kept_share:  # of one sequence after another in one store
             order = torch.arange(real.numel(), dtype=torch.int32, device=real.device).view_as(real)
             store = {"missed": entries["missed"].transpose(1, 2).flatten(0, 1)}
             missed = self._missed_at(store, torch.where(real, order, -1))
@@ -122,7 +122,7 @@ class BlockCodes(PageSelector):
         if self.group != "softmax" or self.page > 1:
             return super().best_at(query, store, table, count)
         beside = self._beside_at(store, table)
-        if method.missed and beside is None:  # no RoPE is known, or there are no rows
+        if method.kept_share and beside is None:  # no RoPE is known, or there are no rows
             return super().best_at(query, store, table, count)
         keys = self._held(gather(store["codes"], table), table >= 0)
         back, centroids = (_of_all(part.visible, every) for part in (method.back, method.centroids))
@@ -152,7 +152,7 @@ class BlockCodes(PageSelector):
 
     def _missed_at(self, store: Entries, table: Tensor) -> MissedRows | None:
         """Return what codes miss of rows of the entries that a table names in a store; None: that is not kept."""
-        if not self.method.missed:
+        if not self.method.kept_share:
             return None
         back = self.method.back.visible
         records = gather_missed(store["missed"], table, record_bytes(back.shape[3]), self.unit)
