@@ -33,6 +33,12 @@ def nearest(keys: Tensor, books: Tensor) -> Tensor:
     return names
 
 
+def decoded(names: Tensor, books: Tensor) -> Tensor:
+    """Return the keys `[...,n,S*d]` that names `[...,n,S]` stand for in codebooks `[...,S,K,d]`."""
+    placed = names.long().mT[..., None]  # [...,S,n,1]
+    return books.gather(-2, placed.expand(*placed.shape[:-1], books.shape[-1])).transpose(-3, -2).flatten(-2)
+
+
 def paired(names: Tensor) -> Tensor:
     """`[..,S/2]`: names `[..,S]` uint8 below 16, two a byte, the first in its low bits; a last one without a second
     stands alone."""

@@ -92,15 +92,16 @@ def multiply(typing, matrix, biases, blocks, vectors, size, out):
 
 
 @intrinsic
-def nearest_centroids(typing, less, halves, begin, blocks, vectors, first, size, out):
-    """Write which centroid is nearest to each of `VECTORS` vectors, of several the first, to `out` int32.
+def nearest_centroids(typing, less, halves, begin, blocks, vectors, first, size, out, apart):
+    """Write which centroid is nearest to each of `VECTORS` vectors, of several the first, to `out` int32, and half of
+    its squared distance less that of the vector from 0 to `apart` float32.
 
     less: centroids taken from 0, `[K,D]` flat; halves: half of their squared lengths; begin: the number of the first
     centroid among them; blocks: `OUTPUTS` centroids each; vectors: `[D,VECTORS]` from place `first` on; size: D.
     """
 
     def code(context, builder, signature, arguments):
-        less_, halves_, begin_, blocks_, vectors_, first_, size_, out_ = arguments
+        less_, halves_, begin_, blocks_, vectors_, first_, size_, out_, apart_ = arguments
         least = [cgutils.alloca_once_value(builder, every(FLOATS, float("inf"))) for _ in range(STRIPES)]
         place = [cgutils.alloca_once_value(builder, every(WORDS, 0)) for _ in range(STRIPES)]
         with cgutils.for_range(builder, blocks_) as block:
@@ -117,10 +118,11 @@ def nearest_centroids(typing, less, halves, begin, blocks, vectors, first, size,
         for stripe in range(STRIPES):
             at = ir.Constant(begin_.type, stripe * LANES)
             builder.store(builder.load(place[stripe]), place_in(context, builder, out, out_, at, WORDS), align=4)
+            builder.store(builder.load(least[stripe]), place_in(context, builder, apart, apart_, at, FLOATS), align=4)
         return context.get_dummy_value()
 
     index = types.intp
-    return types.void(less, halves, index, index, vectors, index, index, out), code
+    return types.void(less, halves, index, index, vectors, index, index, out, apart), code
 
 
 @njit

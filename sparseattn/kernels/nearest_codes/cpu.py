@@ -20,11 +20,11 @@ PART = 64 * VECTORS  # keys that a thread names at a time
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _name(keys, extent, shape, turns, moved, less, halves, double, out):
+def _name(keys, extent, shape, turns, moved, less, halves, double, errors, out):
     """keys: where `[B,H,n,D]` lies, and its steps of b, h and n; extent: of its storage; shape: L, H, n, S, d and
     blocks of centroids a subspace; turns, moved: `[L,D',D]` and `[L,D']`, whose outputs fill whole blocks, or empty;
     less, halves: `[L,S*K',d]` and `[L,S*K']` of centroids, as `nearest_centroids` takes them; double: whether two names
-    are a byte; out: `[L,R,n]`."""
+    are a byte; errors: `[L,n]` squared distances, or empty; out: `[L,R,n]`."""
     (kind, keys_at, (step_b, step_h, step_n)), (lists, heads, rows, subspaces, size, blocks) = keys, shape
     stored = array_at(kind, keys_at, extent)
     wide, outputs = subspaces * size, moved.shape[1]
@@ -33,16 +33,23 @@ def _name(keys, extent, shape, turns, moved, less, halves, double, out):
         which, begin = work // parts, work % parts * PART
         at = which // heads * step_b + which % heads * step_h
         laid, turned = np.empty(wide * VECTORS, np.float32), np.empty(outputs * VECTORS, np.float32)
-        places = np.empty(VECTORS, np.int32)
+        places, apart, off = np.empty(VECTORS, np.int32), np.empty(VECTORS, np.float32), np.empty(VECTORS, np.float32)
         for n in range(begin, min(begin + PART, rows), VECTORS):
             left = min(VECTORS, rows - n)
             lay_out(stored, at + n * step_n, step_n, left, wide, laid)
             if outputs:
                 multiply(turns[which], moved[which], outputs // OUTPUTS, laid, wide, turned)
             vectors = turned if outputs else laid
+            off[:] = 0.0
+            if errors.shape[1]:
+                for c in range(wide):
+                    for i in range(VECTORS):
+                        off[i] += vectors[c * VECTORS + i] * vectors[c * VECTORS + i]
             for s in range(subspaces):
                 first, begins = s * size * VECTORS, s * blocks * OUTPUTS
-                nearest_centroids(less[which], halves[which], begins, blocks, vectors, first, size, places)
+                nearest_centroids(less[which], halves[which], begins, blocks, vectors, first, size, places, apart)
+                for i in range(VECTORS):
+                    off[i] += 2 * apart[i]
                 for i in range(left):
                     if not double:
                         out[which, s, n + i] = places[i]
@@ -50,6 +57,9 @@ def _name(keys, extent, shape, turns, moved, less, halves, double, out):
                         out[which, s // 2, n + i] = places[i]
                     else:
                         out[which, s // 2, n + i] |= places[i] << 4
+            if errors.shape[1]:
+                for i in range(left):
+                    errors[which, n + i] = max(off[i], np.float32(0.0))
 
 
 def _padded(part: Tensor, count: int, fill: float = 0.0) -> Tensor:
@@ -57,7 +67,9 @@ def _padded(part: Tensor, count: int, fill: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(part, (0, 0, 0, -part.shape[-2] % count), value=fill)
 
 
-def _names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None, double: bool) -> Tensor:
+def _names(
+    keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None, errors: Tensor | None, double: bool
+) -> Tensor:
     batch, heads, rows, wide = keys.shape
     subspaces, centroids, size = books.shape[2:]
     lists, centres = batch * heads, books.float()
@@ -79,16 +91,20 @@ def _names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None, doub
         _name(
             rows_at(keys), extent, shape, turns.numpy(), biases.numpy(),
             less.flatten(0, 1).flatten(1).numpy(), halves.flatten(0, 1).flatten(1).numpy(), double,
-            out.flatten(0, 1).numpy(),
+            (torch.empty(lists, 0) if errors is None else errors.view(lists, rows)).numpy(), out.flatten(0, 1).numpy(),
         )  # fmt: skip
     return out
 
 
-def names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def names(
+    keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None, errors: Tensor | None = None
+) -> Tensor:
     """As `dispatch.names`."""
-    return _names(keys, books, turn, False)
+    return _names(keys, books, turn, errors, False)
 
 
-def paired_names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def paired_names(
+    keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None, errors: Tensor | None = None
+) -> Tensor:
     """As `dispatch.paired_names`."""
-    return _names(keys, books, turn, True)
+    return _names(keys, books, turn, errors, True)

@@ -10,16 +10,25 @@ from sparseattn.kernels import codebooks
 CHUNK = 1 << 20  # numbers that are turned at a time: few enough to be in the processor's caches when they are named
 
 
-def names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def names(
+    keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None, errors: Tensor | None = None
+) -> Tensor:
     """As `dispatch.names`."""
     batch, heads, _, size = keys.shape
-    parts = keys.split(max(1, CHUNK // (batch * heads * size)), 2)
-    return torch.cat([codebooks.nearest(_turned(part, turn), books) for part in parts], 2).mT
+    few, found = max(1, CHUNK // (batch * heads * size)), []
+    for first, part in zip(range(0, max(keys.shape[2], 1), few), keys.split(few, 2), strict=True):
+        turned = _turned(part, turn)
+        found.append(codebooks.nearest(turned, books))
+        if errors is not None:
+            errors[:, :, first : first + few] = (turned - codebooks.decoded(found[-1], books)).square().sum(3)
+    return torch.cat(found, 2).mT
 
 
-def paired_names(keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def paired_names(
+    keys: Tensor, books: Tensor, turn: tuple[Tensor, Tensor] | None = None, errors: Tensor | None = None
+) -> Tensor:
     """As `dispatch.paired_names`."""
-    return codebooks.paired(names(keys, books, turn).mT).mT
+    return codebooks.paired(names(keys, books, turn, errors).mT).mT
 
 
 def _turned(keys: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:

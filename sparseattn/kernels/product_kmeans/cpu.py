@@ -63,13 +63,13 @@ def _kmeans(keys, weights, heads, count, subspaces, size, centroids, books):
         for tile in range(tiles):
             lay_out(mine, tile * VECTORS * size, size, count - tile * VECTORS, size, laid[tile])
         less, halves = np.empty(blocks * OUTPUTS * size, np.float32), np.empty(blocks * OUTPUTS, np.float32)
-        names, places = np.full(count, -1, np.int32), np.empty(VECTORS, np.int32)
+        names, places, apart = np.full(count, -1, np.int32), np.empty(VECTORS, np.int32), np.empty(VECTORS, np.float32)
         totals, counts = np.empty(centroids * size, np.float32), np.empty(centroids, np.float32)
         for _ in range(ROUNDS):
             _taken_from_0(book, size, centroids, less, halves)
             moved = 0
             for tile in range(tiles):
-                nearest_centroids(less, halves, 0, blocks, laid[tile], 0, size, places)
+                nearest_centroids(less, halves, 0, blocks, laid[tile], 0, size, places, apart)
                 for n in range(tile * VECTORS, min(tile * VECTORS + VECTORS, count)):
                     name = places[n - tile * VECTORS]
                     moved |= name ^ names[n]

@@ -155,13 +155,7 @@ def codes_of(
 
 def as_coded(turned: Tensor, books: Tensor) -> Tensor:
     """Return turned keys `[H,n,D]` as their codes have them: the nearest centroids of `books` `[H,S,K,d]`."""
-    return decoded(codebooks.nearest(turned.detach()[None], books.detach()[None])[0], books)
-
-
-def decoded(names: Tensor, books: Tensor) -> Tensor:
-    """Return the turned keys `[H,n,D]` that names `[H,n,S]` stand for."""
-    placed = names.long().mT[..., None]  # [H,S,n,1]
-    return books.gather(2, placed.expand(-1, -1, -1, books.shape[3])).transpose(1, 2).flatten(2)
+    return codebooks.decoded(codebooks.nearest(turned.detach()[None], books.detach()[None])[0], books)
 
 
 def share_kept(keys: Tensor, coded: Tensor, codes: dict[str, Tensor]) -> Tensor:

@@ -58,11 +58,11 @@ class ProductCoded(Coded):
         """Return the codebooks `[H,S,2^bits,d]` float32 of keys `[H,n,D]`."""
         return product_codebooks(keys, self.subspaces_of(keys.shape[2]), self.bits, self.seed)
 
-    def packed(self, keys: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Return the names of the nearest centroids of keys `[B,H,n,D]`, `[B,H,R,n]`: two a byte of 4 bits; turn: see
-        `nearest_codes.dispatch.names`."""
+    def packed(self, keys: Tensor, turn: tuple[Tensor, Tensor] | None = None, errors: Tensor | None = None) -> Tensor:
+        """Return the names of the nearest centroids of keys `[B,H,n,D]`, `[B,H,R,n]`: two a byte of 4 bits; turn,
+        errors: see `nearest_codes.dispatch.names`."""
         named = nearest_codes.paired_names if self.bits == 4 else nearest_codes.names
-        return named(keys, self.centroids.data, turn)
+        return named(keys, self.centroids.data, turn, errors)
 
     def names(self, size: int) -> tuple[int, int]:
         subspaces = self.subspaces_of(size)

@@ -34,7 +34,7 @@ from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed, rec
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.query_metric import as_coded, codes_of, decoded, moves_ahead, reached
+from sparseattn.selectors.parameters.query_metric import as_coded, codes_of, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -48,7 +48,6 @@ MOST_ADDED = 4096  # centroids whose products with each other a seal makes
 MISSED = 0.02  # share of rows of which what codes miss is kept by default
 PLACE = 4  # bytes of a row's position
 PART = 1 << 16  # rows whose means are taken off at a time
-FEW = 1 << 20  # numbers of rows whose errors are looked at at a time: they stay in a processor's caches
 OWN = ("select", "factors", "coded", "beside")  # what a subclass with a choice of its own may have changed
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
@@ -371,13 +370,11 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             return
         self.at.append(rows.positions.int())
         first, errors = self.at.rows - rows.positions.shape[1], []
-        batch, heads, _, size = rows.keys.shape
-        few = max(FEW // (batch * heads * size), 1) if self.kept_share else PART
-        for keys, at in zip(rows.keys.split(few, 2), rows.positions.split(few, 1), strict=True):
-            codes, missed = self.coded_at(keys, at)
+        for keys, at in zip(rows.keys.split(PART, 2), rows.positions.split(PART, 1), strict=True):
+            codes, off = self.coded_at(keys, at)
             self.codes.append(codes.mT)
-            if missed is not None:
-                errors.append(missed.square().sum(3).masked_fill_((at < 0)[:, None], -torch.inf))
+            if off is not None:
+                errors.append(off.masked_fill_((at < 0)[:, None], -torch.inf))
         if self.kept_share:
             self._keep_missed(rows, torch.cat(errors, 2), first)
 
@@ -386,34 +383,29 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         where these are beyond the limit."""
         values, places = errors.topk(self._most_missed(errors.shape[2]), 2)  # [B,H,X]
         beyond = values > self.limit.data
-        wide = places[..., None].expand(-1, -1, -1, rows.keys.shape[3])
-        at = rows.positions.clamp(min=0)[:, None].expand_as(errors).gather(2, places)
-        left = self._without(self.root.data, rows.keys.gather(2, wide), at)
+        keys = rows.keys.gather(2, places[..., None].expand(-1, -1, -1, rows.keys.shape[3]))
+        at = rows.positions[:, None].expand_as(errors).gather(2, places)
         codes = self.codes.data[..., first:].gather(3, places[:, :, None].expand(-1, -1, self.codes.full.shape[2], -1))
-        missed = self._missed_of(self._turned(left), codes.mT).masked_fill_(~beyond[..., None], 0)
+        missed = self.missed_of(keys, at, codes.mT).masked_fill_(~beyond[..., None], 0)
         self.missed_rows.append(packed(torch.where(beyond, places + first, -1), missed))
-
-    def _turned(self, left: Tensor) -> Tensor:
-        """Return `[B,H,n,D]` float32 keys without the mean before RoPE in the space of the centroids."""
-        return (left - self.centre.data[:, :, None]) @ self.turn.data.mT
-
-    def _missed_of(self, turned: Tensor, codes: Tensor) -> Tensor:
-        """Return what codes `[B,H,n,R]` miss of turned keys, `[B,H,n,D]` float32: its squared length is the mean square
-        error of a logit over the queries of the metric."""
-        names = codebooks.unpaired(codes, self.subspaces_of(turned.shape[3])) if self.bits == 4 else codes
-        coded = [decoded(*each) for each in zip(names, self.centroids.data.float(), strict=True)]
-        return turned - torch.stack(coded)
 
     def coded_at(self, keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return codes of keys `[B,H,n,D]` at positions `[B,n]` int64, as `encode` does; what is below 0 counts as 0.
-        And return what they miss of the turned keys, `[B,H,n,D]` float32; None: nothing of it is kept."""
+        And return what they miss, `[B,H,n]` float32, the squared length of `missed_of`; None: nothing of it is kept."""
         if self.turning:
             keys = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
         if not self.kept_share:
             return self.encode(keys), None
-        turned = self._turned(keys)
-        codes = self.packed(turned).mT
-        return codes, self._missed_of(turned, codes)
+        errors = torch.empty(keys.shape[:3], device=keys.device)
+        return self.packed(keys, self._turn_of_keys(), errors).mT, errors
+
+    def missed_of(self, keys: Tensor, at: Tensor, codes: Tensor) -> Tensor:
+        """Return what codes `[B,H,n,R]` miss of the turned keys `[B,H,n,D]` at positions `[B,H,n]`, as `coded_at` takes
+        them, `[B,H,n,D]` float32: its squared length is the mean square error of a logit over the metric's queries."""
+        left = self._without(self.root.data, keys, at.clamp(min=0))
+        turned = (left - self.centre.data[:, :, None]) @ self.turn.data.mT
+        names = codebooks.unpaired(codes, self.subspaces_of(keys.shape[3])) if self.bits == 4 else codes
+        return turned - codebooks.decoded(names, self.centroids.data.float().expand(len(keys), -1, -1, -1, -1))
 
     def beside(self) -> Turning | None:
         """Return what rows have beside their codes: the mean key before RoPE, where it is known and left out."""
@@ -479,12 +471,15 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         looked_up = replace(self.scoring(query, 0), entries=batch * heads * members * rows * self.names(size)[0])
         return looked_up, Launch("sort", entries=sorted_best(batch * each, rows, few))
 
-    def encode(self, keys: Tensor) -> Tensor:
+    def _turn_of_keys(self) -> tuple[Tensor, Tensor]:
+        """Return the map of keys, and what is added behind it: less what the mean key is turned into, `[B,H,D]`."""
         turn = self.turn.data
-        moved = -(turn @ self.centre.data[..., None])[..., 0]  # [B,H,D]: what the mean key is turned into
+        return turn, -(turn @ self.centre.data[..., None])[..., 0]
+
+    def encode(self, keys: Tensor) -> Tensor:
         if not self.additive:
-            return self.packed(keys, (turn, moved)).mT
-        named = additive_codes.names(keys, self.centroids.data, (turn, moved)).mT
+            return self.packed(keys, self._turn_of_keys()).mT
+        named = additive_codes.names(keys, self.centroids.data, self._turn_of_keys()).mT
         return codebooks.paired(named) if self.bits == 4 else named
 
     def tables(self, query: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from sparseattn.kernels.stored_codes.dispatch import gather, gather_missed
 from sparseattn.selectors.base import LayerContext, Rows, vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
 from sparseattn.selectors.tokens.calibrated_base import PROMPT
-from sparseattn.selectors.tokens.querypq import FEW, QueryPQ
+from sparseattn.selectors.tokens.querypq import QueryPQ
 
 UNIT = 32  # rows of an entry, whose codes lie beside each other
 
@@ -81,12 +81,7 @@ class BlockCodes(PageSelector):
             row = keys[:1, :, :1]
             self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
         at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten().expand(len(keys), -1)
-        batch, heads, _, size = keys.shape
-        few = max(FEW // (batch * heads * self.unit * size), 1) * self.unit  # rows that stay in a processor's caches
-        parts = [self._coded(*each) for each in zip(keys.split(few, 2), at.split(few, 1), strict=True)]
-        made = parts[0]
-        if len(parts) > 1:
-            made = {name: torch.cat([part[name] for part in parts], 2) for name in made}
+        made = self._coded(keys, at)
         if self.method.turning:
             made["first"] = first.int()[:, None].expand(*keys.shape[:2], -1, 1)
         return made
@@ -94,14 +89,15 @@ class BlockCodes(PageSelector):
     def _coded(self, keys: Tensor, at: Tensor) -> dict[str, Tensor]:
         """Return the codes of rows, and records of those that codes miss most of each entry, with their places in
         it."""
-        codes, missed = self.method.coded_at(keys, at)  # [B,H,n,M]
+        codes, errors = self.method.coded_at(keys, at)  # [B,H,n,M]
         made = {"codes": codes.unflatten(2, (-1, self.unit)).transpose(3, 4).contiguous()}  # [B,H,E,M,unit]
-        if missed is not None:
-            each = missed.unflatten(2, (-1, self.unit))
+        if errors is not None:
             most = math.ceil(self.method.kept_share * self.unit)
-            ids = each.square().sum(4).topk(most, 3).indices  # [B,H,E,X]
-            own = each.gather(3, ids[..., None].expand(-1, -1, -1, -1, each.shape[4]))
-            made["missed"] = packed(ids.flatten(2), own.flatten(2, 3)).unflatten(2, (-1, most)).flatten(3)
+            ids = errors.unflatten(2, (-1, self.unit)).topk(most, 3).indices  # [B,H,E,X]
+            rows = (ids + torch.arange(0, errors.shape[2], self.unit, device=ids.device)[:, None]).flatten(2)
+            own, named = (part.gather(2, rows[..., None].expand(*rows.shape, part.shape[3])) for part in (keys, codes))
+            missed = self.method.missed_of(own, at[:, None].expand_as(errors).gather(2, rows), named)
+            made["missed"] = packed(ids.flatten(2), missed).unflatten(2, (-1, most)).flatten(3)
         return made
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
