@@ -24,7 +24,7 @@ from sparseattn.cost_model.environment import machine, versions
 from sparseattn.selectors.registry import make_selector
 
 NAME = "compiling-cpu"
-SELECTORS = ("quest", "quest:int8=True", "lowbit", "querypq", "retroinfer", "retrieval")
+SELECTORS = ("quest", "quest:int8=True", "lowbit", "querypq:missed=0", "retroinfer", "retrieval")
 WAYS = {
     "ours": "only what Python calls becomes machine code, and Python's collector comes seldom meanwhile",
     "numba": "every function does, as numba has it of itself; without ways in for C",

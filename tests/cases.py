@@ -360,8 +360,8 @@ SECOND = {
     "exact-layer", "exact-static", "freekv-next",
     "freekv-querypq", "hata-each", "hnsw-l2", "infinigen-group", "infllm-each", "infllm2-each", "ivf-few",
     "kascade-querypq", "kdeformer-one", "loki-before", "loki-each", "louver-mass", "pariskv-each", "pillar-newest",
-    "pq-each", "querypq-additive", "querypq-keys", "querypq-missed", "querypq-page", "querypq-plain", "querypq-rope",
-    "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
+    "pq-each", "querypq-additive", "querypq-codes", "querypq-keys", "querypq-missed", "querypq-page", "querypq-plain",
+    "querypq-rope", "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
     "tailed-saap", "topp-group", "topp-querypq", "twostage-codes", "twostage-estimate", "twostage-querypq",
     "vattention-pages",
@@ -502,14 +502,23 @@ CASES = [
     Case(
         "querypq-rope",
         lambda: with_rope(QueryPQ(8, 4, share=1.0, additive=True)),
-        lambda: with_rope(QueryPQ(8, 4, share=1.0)),
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, missed=0.0)),
+    ),
+    Case(
+        "querypq-codes",
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, missed=0.0)),
+        lambda: with_rope(QueryPQ(8, 4, share=1.0, missed=0.0)),
     ),
     Case(
         "querypq-missed",
         lambda: with_rope(QueryPQ(8, 4, share=1.0, missed=0.1)),
         lambda: with_rope(QueryPQ(8, 4, share=1.0, missed=0.1)),
     ),
-    Case("tailed-querypq", lambda: Tailed(QueryPQ(8, 8, share=1.0), 8), lambda: Tailed(QueryPQ(8, 8, share=1.0), 8)),
+    Case(
+        "tailed-querypq",
+        lambda: with_rope(Tailed(QueryPQ(8, 8, share=1.0), 8)),
+        lambda: with_rope(Tailed(QueryPQ(8, 8, share=1.0), 8)),
+    ),
     Case(
         "twostage-querypq",
         lambda: TwoStage(QueryPQ(8, 8, share=1.0), 2, rows=16),
@@ -522,8 +531,8 @@ CASES = [
     ),
     Case(
         "topp-querypq",
-        lambda: TopP(QueryPQ(8, 8, share=1.0), 0.9, 48, rows=16),
-        lambda: TopP(QueryPQ(8, 8, share=1.0), 1.0, 1.0, rows=16),
+        lambda: with_rope(TopP(QueryPQ(8, 8, share=1.0), 0.9, 48, rows=16)),
+        lambda: with_rope(TopP(QueryPQ(8, 8, share=1.0), 1.0, 1.0, rows=16)),
     ),
     Case(
         "kascade-querypq",

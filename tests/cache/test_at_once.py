@@ -43,7 +43,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def same_in_two(query: Tensor, cache: KVCache, budget: int) -> None:
     """A step, and what `select` and `attend_chosen` give on a clone. Attending is compiled into both, where it may be
-    rounded differently: which is compiled first has changed last bits."""
+    rounded differently: the last bits have depended on which was compiled first."""
     twin = cache.clone()
     out = decode(query, cache, budget)
     selection = twin.select(query, budget)

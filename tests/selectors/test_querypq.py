@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -190,7 +191,10 @@ def test_a_second_stage_has_the_plain_mean_and_what_was_given_stays_as_it_is() -
     assert shown(given).selector.at.rows == 600, "by itself it has positions"
 
 
-def test_by_default_what_codes_miss_of_some_rows_is_kept_where_it_can_be() -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_by_default_what_codes_miss_of_some_rows_is_kept_where_it_can_be(fixed: bool) -> None:
+    """Of as many rows as the share says, however few a seal has."""
+    layer = roped().layer(0)
     for spec, known, kept in (
         ("querypq", True, 12),
         ("querypq:missed=0.1", True, 60),
@@ -199,14 +203,34 @@ def test_by_default_what_codes_miss_of_some_rows_is_kept_where_it_can_be() -> No
         ("querypq", False, None),
         ("querypq:mean=plain", True, None),
         ("querypq:additive=True", True, None),
+        ("twostage:times=2,pages=[quest:page=8],second=querypq", True, None),
     ):
-        layer, method = roped().layer(0), make_selector(spec)
-        cache = KVCache(method.for_layer(LayerContext(rope=layer.rope if known else None)), sink=0, window=0, seal=50)
-        cache.append(layer.keys[None], layer.values[None], layer.query[None])
-        cache.seal()
+        method = make_selector(spec).for_layer(LayerContext(rope=layer.rope if known else None))
+        cache = KVCache(method, sink=0, window=0, seal=8, fixed=fixed, capacity=600 if fixed else 0)
+        for first, last in ((0, 440), *((first, first + 8) for first in range(440, 600, 8))):
+            rows = slice(first, last)
+            cache.append(layer.keys[None, :, rows], layer.values[None, :, rows], layer.query[None, :, :, rows])
+            cache.seal()
         state = {name: part for name, buffer in cache.selector.buffers() for part in buffer.saved().values()}
-        found = state["missed_rows"].shape[2] if "missed_rows" in state else None
-        assert (found, "limit" in state) == (kept, kept is not None), spec
+        found = {name.split(".")[-1]: part.shape for name, part in state.items()}
+        rows = found["missed_rows"][2] if "missed_rows" in found else None
+        assert (rows, "limit" in found) == (kept, kept is not None), spec
+        assert cache.stored.zones.sealed == [600]
+
+
+def test_a_share_of_none_is_the_same_however_it_is_written() -> None:
+    told = [json.dumps(make_selector(f"querypq:missed={text}").index_arguments()) for text in ("0", "0.0", "None")]
+    assert told[0] == told[1] == told[2], "without a known RoPE none is kept by default"
+
+
+def test_a_graph_proposes_for_each_query_head_and_codes_rank_what_a_group_is_proposed() -> None:
+    query, chosen = roped().layer(0).query[None, :, :, -1], []
+    for spec, budget in (("retrieval", 96), ("twostage:pages=[retrieval],times=4,second=[querypq:share=1.0]", 24)):
+        rows = shown(make_selector(spec)).select(query, budget).rows
+        chosen.append([set(of_group.flatten().tolist()) - {-1} for of_group in rows[0].view(2, -1)])
+    for proposed, ranked in zip(*chosen, strict=True):
+        assert len(ranked) == 24
+        assert ranked <= proposed
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -485,7 +509,8 @@ def test_what_querypq_refuses() -> None:
             "codes with additive are the prompt's own: leave out artefact=a",
         ),
         ({"mean": "rope", "subspaces": 120}, "subspaces is 112 or less, or with mean=plain 128, as sums .* got 120$"),
-        ({"missed": 0.7}, "missed is a share of rows, 0 to 0.5, got 0.7"),
+        ({"missed": 0.7}, "missed is a share of rows, 0 to 0.5, or None, got 0.7"),
+        ({"missed": "none"}, "missed is a share of rows, 0 to 0.5, or None, got 'none'"),
         ({"missed": 0.1, "additive": True}, "missed=0.1 is for product codes without .* leave out additive"),
         ({"missed": 0.1, "mean": "plain"}, "missed=0.1 is for product codes without .* leave out mean=plain"),
         ({"mean": "before"}, "mean is one of auto, plain, rope, got 'before'"),

@@ -40,16 +40,17 @@ def _name(keys, extent, shape, turns, moved, less, halves, double, errors, out):
             if outputs:
                 multiply(turns[which], moved[which], outputs // OUTPUTS, laid, wide, turned)
             vectors = turned if outputs else laid
-            off[:] = 0.0
             if errors.shape[1]:
+                off[:] = 0.0
                 for c in range(wide):
                     for i in range(VECTORS):
                         off[i] += vectors[c * VECTORS + i] * vectors[c * VECTORS + i]
             for s in range(subspaces):
                 first, begins = s * size * VECTORS, s * blocks * OUTPUTS
                 nearest_centroids(less[which], halves[which], begins, blocks, vectors, first, size, places, apart)
-                for i in range(VECTORS):
-                    off[i] += 2 * apart[i]
+                if errors.shape[1]:
+                    for i in range(VECTORS):
+                        off[i] += 2 * apart[i]
                 for i in range(left):
                     if not double:
                         out[which, s, n + i] = places[i]
@@ -91,7 +92,8 @@ def _names(
         _name(
             rows_at(keys), extent, shape, turns.numpy(), biases.numpy(),
             less.flatten(0, 1).flatten(1).numpy(), halves.flatten(0, 1).flatten(1).numpy(), double,
-            (torch.empty(lists, 0) if errors is None else errors.view(lists, rows)).numpy(), out.flatten(0, 1).numpy(),
+            (halves.new_empty(lists, 0) if errors is None else errors.view(lists, rows)).numpy(),
+            out.flatten(0, 1).numpy(),
         )  # fmt: skip
     return out
 

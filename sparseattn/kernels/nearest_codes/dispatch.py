@@ -23,8 +23,8 @@ def names(
         books: `[B,H,S,K,d]` of a stored dtype.
         turn: `[B,H,D,D]` float32, by which keys are multiplied first, and `[B,H,D]` float32, what is added behind that;
             None: keys are taken as they are.
-        errors: `[B,H,n]` float32, where each key's squared distance to what its names stand for is written; None: it is
-            not.
+        errors: `[B,H,n]` float32, where each key's squared distance to what its names stand for is written, within
+            rounding of the key's squared length; None: it is not.
         impl: see `implementations`.
 
     Returns:

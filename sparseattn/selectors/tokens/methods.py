@@ -75,7 +75,8 @@ METHODS = {
         faithful="product codes of keys, errors weighted by the queries' second moment",
         departs="keys after RoPE, less their mean before it, are turned and balanced over the parts, from a sample of "
         "this prompt, half of which gets the RoPE of positions to come",
-        scans="half a bit per channel of every row, its position, and the map of queries",
+        scans="half a bit per channel of every row, its position, what codes miss of 2 % of the rows, and the map of "
+        "queries",
         builds="the queries' second moment, k-means, and each key's nearest centroids",
         needs="the prompt's queries, or a file; with `metric=keys` nothing",
     ),

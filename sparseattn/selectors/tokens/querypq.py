@@ -21,6 +21,7 @@ from sparseattn.kernels import codebooks
 from sparseattn.kernels.additive_codes import dispatch as additive_codes
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
+from sparseattn.kernels.nearest_codes import dispatch as nearest_codes
 from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import (
     MOST,
@@ -34,7 +35,7 @@ from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed, rec
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.query_metric import as_coded, codes_of, moves_ahead, reached
+from sparseattn.selectors.parameters.query_metric import codes_of, moves_ahead, reached
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, FromCalibration
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -47,7 +48,7 @@ MEANS = ("auto", "plain", "rope")
 MOST_ADDED = 4096  # centroids whose products with each other a seal makes
 MISSED = 0.02  # share of rows of which what codes miss is kept by default
 PLACE = 4  # bytes of a row's position
-PART = 1 << 16  # rows whose means are taken off at a time
+PART = 1 << 16  # rows that are coded at a time
 OWN = ("select", "factors", "coded", "beside")  # what a subclass with a choice of its own may have changed
 OPERATORS_BESIDE = 8  # small tensor operations beside the kernel that chooses
 
@@ -92,25 +93,25 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             it finds what "plain" finds. "plain": that of keys as they are, one for all positions. "auto" (default):
             that of the file with `artefact`, "plain" as a second stage, else "rope".
         missed: share of rows, at most half, of which what codes miss is kept in 4 bits a channel: the rows that codes
-            miss most, by the mean square error of a logit. Of each seal's rows, as large a share may be among them, if
-            codes miss them by more than the prompt's limit. A single line that resembles nothing else is found then. 0:
-            none. None (default): .02, but 0 with the plain mean, `additive` or `artefact`, as a second stage and in a
-            layer whose RoPE is not known. More than 0 is refused with the plain mean, with `additive` and as a second
-            stage. In vLLM's blocks it is a share of every 32 rows.
+            miss most, by the mean square error of a logit. Of rows sealed later as many are among them as keep this the
+            share of all, if codes miss them by more than the prompt's limit. A single line that resembles nothing else
+            is found then. 0: none. None (default): .02, but 0 with the plain mean, `additive` or `artefact`, as a
+            second stage and in a layer whose RoPE is not known. More than 0 is refused with the plain mean, with
+            `additive` and as a second stage. In vLLM's blocks it is a share of every 32 rows.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. The KV heads share 4 bytes a row, its position. A KV head has
     `D * (2^bits + D)` numbers of 16 bits, or with `additive` `D * (M * 2^bits + D)`, and 2 D of 32 bits, which a query
     reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not. Where the mean is "plain" there are no
     positions, and D numbers of 32 bits.
 
-    With `missed` this share of rows takes `D / 2 + 8` bytes more for each KV head.
+    Of rows of which what codes miss is kept, each takes `D / 2 + 8` bytes more for each KV head.
 
     With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
     `scan_bytes`: the codes of every row and its position, which the KV heads share, and once per KV head the centroids,
-    the map of queries and the means. Where the mean is "plain" no positions are read. With `missed` what is kept of
-    that share of rows, too.
+    the map of queries and the means. Where the mean is "plain" no positions are read. What is kept of what codes miss
+    is read, too.
     """
 
     learns_once = True
@@ -151,8 +152,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             raise ValueError(f"mean is one of {', '.join(MEANS)}, got {mean!r}")
         if additive and artefact != PROMPT:
             raise ValueError(f"codes with additive are the prompt's own: leave out artefact={artefact} or additive")
-        if missed is not None and not 0 <= missed <= 0.5:
-            raise ValueError(f"missed is a share of rows, 0 to 0.5, got {missed}")
+        if missed is not None and not (isinstance(missed, (int, float)) and 0 <= missed <= 0.5):
+            raise ValueError(f"missed is a share of rows, 0 to 0.5, or None, got {missed!r}")
         if missed and (additive or mean == "plain"):
             other = "additive" if additive else "mean=plain"
             raise ValueError(f"missed={missed:g} is for product codes without the mean before RoPE: leave out {other}")
@@ -180,12 +181,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def fix(self, rows: int, seal: int) -> None:
         super().fix(rows, seal)
-        if self.kept_share:  # of each seal less than one row is kept beyond its share
-            self.missed_rows.fix(self._most_missed(rows) + math.ceil(rows / seal))
-
-    def _most_missed(self, count: int) -> int:
-        """Return of how many of a seal's `count` rows is kept what codes miss."""
-        return math.ceil(self.kept_share * count)
+        if self.kept_share:
+            self.missed_rows.fix(math.ceil(self.kept_share * rows))
 
     @property
     def kept_share(self) -> float:
@@ -259,7 +256,10 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
                 )
 
     def index_arguments(self) -> dict[str, Any]:
-        given = super().index_arguments() | {"mean": "rope" if self.turning else "plain", "missed": self.kept_share}
+        given = super().index_arguments() | {
+            "mean": "rope" if self.turning else "plain",
+            "missed": float(self.kept_share),
+        }
         if self.artefact == PROMPT:
             rope = self.layer_context.rope
             known = rope is not None and (self.ahead or self.turning)
@@ -282,7 +282,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             "centroids": (kind, (batch, heads, subspaces, 1 << self.bits, channels)),
         }
         if self.kept_share:
-            records = batch, heads, self._most_missed(count), record_bytes(size)
+            records = batch, heads, math.ceil(self.kept_share * count), record_bytes(size)
             wanted |= {"missed_rows": (torch.uint8, records), "limit": (torch.float32, (batch, heads, 1))}
         if self.turning:
             wanted |= {"at": (torch.int32, (batch, count)), "root": (torch.float32, (batch, heads, size))}
@@ -342,13 +342,14 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         return kept | codes_of(sample, queries, weights, codes, self.bits, self.seed, self.additive)
 
     def _limit(self, tensors: dict[str, Tensor], rows: Rows) -> Tensor:
-        """Return what all but a share of `missed` rows are off by at most, `[H,1]` float32."""
+        """Return what codes miss of all but a share of the rows at most, `[H,1]` float32: see `coded_at`."""
         drawn = self.drawn(rows.keys[0])
         keys = self._without(tensors["root"], rows.keys[0][:, drawn], rows.positions[0, drawn])
-        turned = (keys - tensors["centre"][:, None]) @ tensors["turn"].mT
-        errors = (turned - as_coded(turned, tensors["centroids"].float())).square().sum(2)
-        count = errors.shape[1]
-        return errors.kthvalue(count - math.floor(self.kept_share * count), dim=1, keepdim=True).values
+        turn, errors = tensors["turn"][None], keys.new_empty(1, *keys.shape[:2])
+        moved = -(turn @ tensors["centre"][None, ..., None])[..., 0]
+        nearest_codes.names(keys[None], tensors["centroids"][None], (turn, moved), errors)
+        count = errors.shape[2]
+        return errors[0].kthvalue(count - math.floor(self.kept_share * count), dim=1, keepdim=True).values
 
     def _root(self, keys: Tensor, at: Tensor) -> Tensor:
         """Return the mean `[H,D]` float32 of keys `[H,n,D]` before RoPE, 0 where that is not known."""
@@ -381,7 +382,8 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def _keep_missed(self, rows: Rows, errors: Tensor, first: int) -> None:
         """Keep what codes miss of those of `rows`, coded from row `first` on, that have the largest errors `[B,H,n]`,
         where these are beyond the limit."""
-        values, places = errors.topk(self._most_missed(errors.shape[2]), 2)  # [B,H,X]
+        room = math.ceil(self.kept_share * self.at.rows) - self.missed_rows.rows
+        values, places = errors.topk(room, 2)  # [B,H,X]
         beyond = values > self.limit.data
         keys = rows.keys.gather(2, places[..., None].expand(-1, -1, -1, rows.keys.shape[3]))
         at = rows.positions[:, None].expand_as(errors).gather(2, places)
@@ -396,7 +398,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
             keys = self._without(self.root.data, keys, at.clamp(min=0)[:, None])
         if not self.kept_share:
             return self.encode(keys), None
-        errors = torch.empty(keys.shape[:3], device=keys.device)
+        errors = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
         return self.packed(keys, self._turn_of_keys(), errors).mT, errors
 
     def missed_of(self, keys: Tensor, at: Tensor, codes: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from sparseattn.kernels.stored_codes.dispatch import gather, gather_missed
 from sparseattn.selectors.base import LayerContext, Rows, vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
 from sparseattn.selectors.tokens.calibrated_base import PROMPT
-from sparseattn.selectors.tokens.querypq import QueryPQ
+from sparseattn.selectors.tokens.querypq import PART, QueryPQ
 
 UNIT = 32  # rows of an entry, whose codes lie beside each other
 
@@ -31,8 +31,8 @@ class BlockCodes(PageSelector):
     RoPE of the file is taken for the model's: an engine does not say which it applies. KV heads and their size are
     compared.
 
-    Where the method has `missed`, it is kept what codes miss of the rows of each entry that they miss most: that share
-    of them, rounded up.
+    Where the method keeps what codes miss, each entry keeps it of those of its rows that they miss most: that share of
+    them, rounded up.
 
     Args:
         method: with an artefact and single rows.
@@ -81,7 +81,9 @@ class BlockCodes(PageSelector):
             row = keys[:1, :, :1]
             self.method.learn(Rows(row, row, torch.zeros(1, 1, dtype=torch.int64, device=keys.device)))
         at = (first[:, None] + torch.arange(self.unit, device=first.device)).flatten().expand(len(keys), -1)
-        made = self._coded(keys, at)
+        few = PART // self.unit * self.unit
+        parts = [self._coded(*each) for each in zip(keys.split(few, 2), at.split(few, 1), strict=True)]
+        made = {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
         if self.method.turning:
             made["first"] = first.int()[:, None].expand(*keys.shape[:2], -1, 1)
         return made
