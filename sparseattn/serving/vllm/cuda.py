@@ -1,4 +1,4 @@
-"""Sparse decoding inside vLLM on CUDA, experimental: NOT RUN ON A GPU, for none was at hand, and no speed is claimed.
+"""Sparse decoding inside vLLM on CUDA, experimental: NOT RUN ON A GPU, and no speed is claimed.
 
 `CUSTOM` among vLLM's backends: its Triton attention, of which the requests that decode one token and are longer than
 `above` read what a selector chooses, by our kernels over vLLM's own block table: scores of pages, the best of them,
