@@ -1,7 +1,8 @@
 """vLLM's engine on the CPU with its Triton kernels and ours interpreted: `python cuda_engine.py FOLDER interpreted`.
 
 A script, because what it changes lasts for its process: vLLM is told that Triton runs here, and that its CPU attention
-is our CUDA backend. With `stock` it is vLLM's own. The model is tiny and random. The last line printed is JSON.
+is our CUDA backend. With `planned` each layer has a budget of its own. With `stock` it is vLLM's own. The model is tiny
+and random. The last line printed is JSON.
 
 Every output of every sparse layer is compared with attention in torch over the keys and values that lie in the engine's
 cache: with dense attention, or, where the budget leaves rows out, with what a `KVCache` with Quest reads of the same
@@ -19,6 +20,7 @@ from typing import Any
 PAGE, SINK, WINDOW, ABOVE = 16, 4, 20, 40
 PROMPTS = (110, 140, 36)  # the last becomes long enough to be sparse while it decodes
 SMALL = 2 * PAGE  # a budget below what the longer prompts hold
+PLAN = {0: 3 * PAGE, 1: SMALL}  # budgets of the layers
 TOKENS = 8
 
 os.environ |= {
@@ -70,7 +72,8 @@ class Watch:
     def __init__(self) -> None:
         self.phase: dict[str, Any] = {}
 
-    def begin(self, budget: int) -> dict[str, Any]:
+    def begin(self, budget: int | dict[int, int]) -> dict[str, Any]:
+        """Of all sparse layers, or of each by its number."""
         names = ("sparse", "dense", "mixed", "fixed", "left_out", "short_in_fixed", "rows_attended")
         self.phase = {"budget": budget, "worst": 0.0, **dict.fromkeys(names, 0)}
         return self.phase
@@ -86,12 +89,12 @@ class Watch:
             output.fill_(float("nan"))  # whatever is not written shows
             done = forward(impl, layer, query, key, value, cache, metadata, output, **more)
             if metadata is not None and impl.sparse is not None:
-                watch.compare(impl, query, cache, metadata, output)
+                watch.compare(impl, layer.layer_name, query, cache, metadata, output)
             return done
 
         cuda.SparseTritonImpl.forward = watched
 
-    def compare(self, impl: Any, query: Any, cache: Any, metadata: Any, output: Any) -> None:
+    def compare(self, impl: Any, layer_name: str, query: Any, cache: Any, metadata: Any, output: Any) -> None:
         import torch
 
         phase, step = self.phase, metadata.step
@@ -113,7 +116,9 @@ class Watch:
             if i in sparse:
                 assert len(asked) == 1
                 assert n > ABOVE
-                expected = self.quest(impl, grouped, k, v)
+                budget = phase["budget"]
+                layer = int(layer_name.split(".")[2])
+                expected = self.quest(impl, grouped, k, v, budget[layer] if isinstance(budget, dict) else budget)
                 phase["sparse"] += 1
             else:
                 mask = torch.arange(n) <= torch.arange(n - len(asked), n)[:, None]
@@ -125,13 +130,13 @@ class Watch:
             assert off == off, f"request {i} of {len(rows)} got no output, or NaN"
             phase["worst"] = max(phase["worst"], off)
 
-    def quest(self, impl: Any, query: Any, keys: Any, values: Any) -> Any:
+    def quest(self, impl: Any, query: Any, keys: Any, values: Any, budget: int) -> Any:
         """What `KVCache` reads of the same rows: the sink rounded up to a whole page, pages counted from row 0."""
         import torch
 
         from sparseattn import KVCache, Quest, decode
 
-        budget, n = self.phase["budget"], keys.shape[1]
+        n = keys.shape[1]
         cache = KVCache(Quest(PAGE), sink=PAGE, window=WINDOW, seal=PAGE)
         cache.append(keys[None].clone(), values[None].clone())
         held = (n - WINDOW) // PAGE * PAGE - PAGE  # rows to choose from
@@ -250,8 +255,8 @@ def refusals(builder: Any) -> dict[str, str | None]:
     return said
 
 
-def main(model: str, interpreted: bool) -> dict[str, Any]:
-    if interpreted:
+def main(model: str, how: str) -> dict[str, Any]:
+    if how != "stock":
         as_on_cuda()
     if not os.path.exists(os.path.join(model, "config.json")):
         tiny(model)
@@ -259,8 +264,12 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     full = 4096
-    settings = {"selector": f"quest:page={PAGE}", "budget": full, "sink": SINK, "window": WINDOW}
-    settings |= {"dense_layers": 1, "above": ABOVE}
+    method = f"quest:page={PAGE}"
+    settings: dict[str, Any] = {"sink": SINK, "window": WINDOW, "above": ABOVE}
+    if how == "planned":
+        settings["layers"] = {str(layer): {"method": method, "budget": budget} for layer, budget in PLAN.items()}
+    else:
+        settings |= {"selector": method, "budget": full, "dense_layers": 1}
     llm = LLM(
         model,
         dtype="float32",
@@ -271,7 +280,7 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
         block_size=32,
         skip_tokenizer_init=True,
         disable_log_stats=True,
-        additional_config={"sparseattn": settings} if interpreted else {},
+        additional_config={} if how == "stock" else {"sparseattn": settings},
     )
     generator = torch.Generator().manual_seed(1)
     prompts = [{"prompt_token_ids": torch.randint(0, 128, (n,), generator=generator).tolist()} for n in PROMPTS]
@@ -280,12 +289,15 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling, use_tqdm=False)]
 
-    if not interpreted:
+    if how == "stock":
         return {"tokens": generate()}
     from sparseattn.serving.vllm.counters import stats
 
     watch, builder = Watch(), builder_of(llm)
     watch.install()
+    if how == "planned":
+        phase = watch.begin(PLAN)
+        return {"tokens": generate(), "counts": stats().to_dict(), **phase}
     layers = [layer.impl for layer in builder.vllm_config.compilation_config.static_forward_context.values()]
     result: dict[str, Any] = {
         "refusals": refusals(builder),
@@ -306,4 +318,4 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2:] == ["interpreted"])))
+    print(json.dumps(main(*sys.argv[1:])))

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow  # an engine under Triton's interpreter takes a mi
 
 @pytest.fixture(scope="module")
 def run(once: Callable[[str, Callable[[Path], None]], Path]) -> dict[str, Any]:
-    """What the script says: as it runs on vLLM's own CPU attention, and on our backend."""
+    """What the script says: as it runs on vLLM's own CPU attention, on our backend, and on it with a plan."""
 
     def make(folder: Path) -> None:
         root = HERE.parent.parent
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-        for how in ("stock", "interpreted"):
+        for how in ("stock", "interpreted", "planned"):
             command = [sys.executable, str(HERE / "cuda_engine.py"), str(folder / "model"), how]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -36,8 +36,14 @@ def run(once: Callable[[str, Callable[[Path], None]], Path]) -> dict[str, Any]:
             (folder / f"{how}.log").write_text(done.stdout + done.stderr)
 
     folder = once("vllm-cuda", make)
-    said = {how: json.loads((folder / f"{how}.json").read_text()) for how in ("stock", "interpreted")}
-    return {**said["interpreted"], "stock": said["stock"]["tokens"], "log": (folder / "interpreted.log").read_text()}
+    said = {how: json.loads((folder / f"{how}.json").read_text()) for how in ("stock", "interpreted", "planned")}
+    logs = {how: (folder / f"{how}.log").read_text() for how in ("interpreted", "planned")}
+    return {
+        **said["interpreted"],
+        "stock": said["stock"]["tokens"],
+        "log": logs["interpreted"],
+        "planned": {**said["planned"], "log": logs["planned"]},
+    }
 
 
 def test_full_budget_is_dense_attention(run: dict[str, Any]) -> None:
@@ -57,6 +63,15 @@ def test_small_budget_reads_what_quest_in_a_cache_reads(run: dict[str, Any]) -> 
     assert small["worst"] < 1e-5
     assert small["left_out"] > 10
     assert small["rows_attended"] < run["full"]["rows_attended"]
+
+
+def test_layers_of_a_plan_read_what_quest_in_a_cache_reads_at_their_own_budgets(run: dict[str, Any]) -> None:
+    planned = run["planned"]
+    assert planned["worst"] < 1e-5
+    assert planned["left_out"] > 20
+    assert planned["counts"]["sparse_steps"] == planned["sparse"]
+    assert planned["counts"]["rows_read"] == planned["rows_attended"]
+    assert "2 of 2 layers decode by a plan of 2 layers" in planned["log"]
 
 
 def test_a_recorded_step_serves_later_ones(run: dict[str, Any]) -> None:

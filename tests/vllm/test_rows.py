@@ -22,7 +22,10 @@ from sparseattn.serving.vllm import cpu
 BUDGET, WINDOW = 61, 40  # the budget is no multiple of anything
 LENGTHS, TOKENS = (500, 260, 390), (12, 20, 6)
 HEADS, SIZE = 2, 64
-CODES = {"querypq:bits=4": (8, 4), "querypq:subspaces=4,bits=8": (4, 8)}
+CODES = {
+    "querypq:bits=4": (8, 4), "querypq:subspaces=4,bits=8": (4, 8),  # four bytes a row, and two and eight of them
+    "querypq:subspaces=4": (4, 4), "querypq:subspaces=16": (16, 4),
+}  # fmt: skip
 GIVEN = {**SPARSE, "sink": 64, "window": WINDOW}
 
 
@@ -43,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             layers[layer] = codes_of(keys, queries, None, parts, bits, 0)
             if bits == 4:
                 layers[layer]["root"] = torch.randn(HEADS, SIZE)
-        path = tmp_path_factory.mktemp("codes") / f"{parts}.safetensors"
+        path = tmp_path_factory.mktemp("codes") / f"{parts}x{bits}.safetensors"
         Calibration("querypq", layers, ropes=ropes).save(path)
         made[text] = path
     return made
