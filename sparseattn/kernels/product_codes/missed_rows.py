@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NO_RECORD = 255  # all bytes of one, whose row is -1
 HEADER = 8  # bytes of a record before its codes: the row and the scale
 MULTIPLE = 8  # of which its codes take bytes
 HIGHEST = 15  # code

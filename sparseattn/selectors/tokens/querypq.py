@@ -31,7 +31,7 @@ from sparseattn.kernels.product_codes.codes import (
     Tables,
     Turning,
 )
-from sparseattn.kernels.product_codes.missed_rows import MissedRows, packed, record_bytes
+from sparseattn.kernels.product_codes.missed_rows import NO_RECORD, MissedRows, packed, record_bytes
 from sparseattn.selectors.abilities import ChoosesAtOnce, LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least, check_share, half, into_range, warn_of_keys_as_queries
@@ -175,7 +175,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
                 f"file with --mean rope, or leave missed out"
             )
         if self._kept_if(True):
-            self.missed_rows = RowBuffer(2, spare=255)  # [B,H,X,W] uint8, see `MissedRows`, of rows beyond the limit
+            self.missed_rows = RowBuffer(
+                2, spare=NO_RECORD
+            )  # [B,H,X,W] uint8, see `MissedRows`, of rows beyond the limit
             self.limit = RowBuffer(2)  # [B,H,1] float32, of the mean square error of a logit
         self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
 
@@ -381,15 +383,24 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
 
     def _keep_missed(self, rows: Rows, errors: Tensor, first: int) -> None:
         """Keep what codes miss of those of `rows`, coded from row `first` on, that have the largest errors `[B,H,n]`,
-        where these are beyond the limit."""
-        room = math.ceil(self.kept_share * self.at.rows) - self.missed_rows.rows
-        values, places = errors.topk(room, 2)  # [B,H,X]
-        beyond = values > self.limit.data
+        where these are beyond the limit: of as many as a sequence has room for, by its rows that are no padding."""
+        real = self.at.data >= 0
+        held, due = (
+            [math.ceil(self.kept_share * count) for count in part.sum(1).tolist()] for part in (real[:, :first], real)
+        )
+        room = torch.tensor(due) - torch.tensor(held)  # [B]
+        values, places = errors.topk(int(room.max()), 2)  # [B,H,X]
+        there = torch.arange(places.shape[2]) < room[:, None, None]
+        beyond = (values > self.limit.data) & there.to(values.device)
         keys = rows.keys.gather(2, places[..., None].expand(-1, -1, -1, rows.keys.shape[3]))
         at = rows.positions[:, None].expand_as(errors).gather(2, places)
         codes = self.codes.data[..., first:].gather(3, places[:, :, None].expand(-1, -1, self.codes.full.shape[2], -1))
         missed = self.missed_of(keys, at, codes.mT).masked_fill_(~beyond[..., None], 0)
-        self.missed_rows.append(packed(torch.where(beyond, places + first, -1), missed))
+        records, earlier = packed(torch.where(beyond, places + first, -1), missed), self.missed_rows.rows
+        stored = self.missed_rows.resize(math.ceil(self.kept_share * self.at.rows), records)
+        stored[:, :, earlier : self.missed_rows.rows] = NO_RECORD
+        for b, (begin, end) in enumerate(zip(held, due, strict=True)):
+            stored[b, :, begin:end] = records[b, :, : end - begin]
 
     def coded_at(self, keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return codes of keys `[B,H,n,D]` at positions `[B,n]` int64, as `encode` does; what is below 0 counts as 0.
