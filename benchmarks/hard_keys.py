@@ -33,7 +33,15 @@ SHORT = 2048  # tokens of a short prompt
 PARAGRAPH = 1500  # letters of the text that is repeated
 OUTLIER = 20  # standard deviations of the mean of an outlier channel
 ORDER = "exact:group=softmax"
-SELECTORS = (ORDER, "quest", "lowbit", "querypq:mean=plain", "querypq", "querypq:subspaces=16", "querypq:additive=True")
+SELECTORS = (
+    ORDER,
+    "quest",
+    "lowbit",
+    "querypq:mean=plain",
+    "querypq:missed=0",
+    "querypq:subspaces=16,missed=0",
+    "querypq:additive=True",
+)
 
 
 def texts(name: str, tokens: int, count: Any) -> dict[str, str]:
