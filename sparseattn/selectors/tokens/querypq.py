@@ -175,9 +175,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
                 f"file with --mean rope, or leave missed out"
             )
         if self._kept_if(True):
-            self.missed_rows = RowBuffer(
-                2, spare=NO_RECORD
-            )  # [B,H,X,W] uint8, see `MissedRows`, of rows beyond the limit
+            self.missed_rows = RowBuffer(2, spare=NO_RECORD)  # [B,H,X,W] uint8, see `MissedRows`
             self.limit = RowBuffer(2)  # [B,H,1] float32, of the mean square error of a logit
         self._check_most(subspaces, mean == "rope")  # as a second stage another has the plain one
 
@@ -347,9 +345,9 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         """Return what codes miss of all but a share of the rows at most, `[H,1]` float32: see `coded_at`."""
         drawn = self.drawn(rows.keys[0])
         keys = self._without(tensors["root"], rows.keys[0][:, drawn], rows.positions[0, drawn])
-        turn, errors = tensors["turn"][None], keys.new_empty(1, *keys.shape[:2])
-        moved = -(turn @ tensors["centre"][None, ..., None])[..., 0]
-        nearest_codes.names(keys[None], tensors["centroids"][None], (turn, moved), errors)
+        errors = keys.new_empty(1, *keys.shape[:2])
+        turn = _turn_of_keys(tensors["turn"][None], tensors["centre"][None])
+        nearest_codes.names(keys[None], tensors["centroids"][None], turn, errors)
         count = errors.shape[2]
         return errors[0].kthvalue(count - math.floor(self.kept_share * count), dim=1, keepdim=True).values
 
@@ -410,7 +408,7 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         if not self.kept_share:
             return self.encode(keys), None
         errors = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        return self.packed(keys, self._turn_of_keys(), errors).mT, errors
+        return self.packed(keys, _turn_of_keys(self.turn.data, self.centre.data), errors).mT, errors
 
     def missed_of(self, keys: Tensor, at: Tensor, codes: Tensor) -> Tensor:
         """Return what codes `[B,H,n,R]` miss of the turned keys `[B,H,n,D]` at positions `[B,H,n]`, as `coded_at` takes
@@ -484,15 +482,11 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
         looked_up = replace(self.scoring(query, 0), entries=batch * heads * members * rows * self.names(size)[0])
         return looked_up, Launch("sort", entries=sorted_best(batch * each, rows, few))
 
-    def _turn_of_keys(self) -> tuple[Tensor, Tensor]:
-        """Return the map of keys, and what is added behind it: less what the mean key is turned into, `[B,H,D]`."""
-        turn = self.turn.data
-        return turn, -(turn @ self.centre.data[..., None])[..., 0]
-
     def encode(self, keys: Tensor) -> Tensor:
+        turn = _turn_of_keys(self.turn.data, self.centre.data)
         if not self.additive:
-            return self.packed(keys, self._turn_of_keys()).mT
-        named = additive_codes.names(keys, self.centroids.data, self._turn_of_keys()).mT
+            return self.packed(keys, turn).mT
+        named = additive_codes.names(keys, self.centroids.data, turn).mT
         return codebooks.paired(named) if self.bits == 4 else named
 
     def tables(self, query: Tensor) -> Tensor:
@@ -596,6 +590,12 @@ class QueryPQ(ChoosesAtOnce, RanksListed, LearnsFromQueries, FromCalibration, Pr
     def _turning(self, query: Tensor, sealed: int) -> float:
         """Return the flops of products with the mean key before RoPE at so many positions, and with what codes miss."""
         return 2.0 * query.numel() * sealed * (self._adds + self._kept_if(self._adds))
+
+
+def _turn_of_keys(turn: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the map of keys `[B,H,D,D]`, and what is added behind it: less what the mean key `[B,H,D]` is turned
+    into."""
+    return turn, -(turn @ centre[..., None])[..., 0]
 
 
 def _check_missed(listed: MissedRows, count: int) -> None:
