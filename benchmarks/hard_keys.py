@@ -38,8 +38,10 @@ SELECTORS = (
     "quest",
     "lowbit",
     "querypq:mean=plain",
+    "querypq",
     "querypq:missed=0",
-    "querypq:subspaces=16,missed=0",
+    "querypq:bits=8",
+    "querypq:subspaces=16",
     "querypq:additive=True",
 )
 

@@ -58,7 +58,7 @@ class KVCache(CacheEdits):
             window 2047; "128+512" of RetrievalAttention sink 128, window 512.
         seal: rows that must wait beyond the window before decoding seals them (the first decode seals whatever it
             can). At most `seal - 1` waiting rows are read densely, so for measuring quality set it to the selector's
-            span, for speed leave it at 1024. At least the span. The sequences of a batch seal together: above the span,
+            unit, for speed leave it at 1024. At least the unit. The sequences of a batch seal together: above the unit,
             a short one may read fewer waiting rows than alone, and out of phase up to a span more wait.
         rollback: newest rows beyond the window kept unsealed so that `crop` can drop them (speculative decoding).
         capacity: rows to allocate at once, with `sealed_device` there; 0 grows by half when full, which copies what is

@@ -26,7 +26,7 @@ from sparseattn.selectors.parameters.query_metric import (
     moves_ahead,
     reached,
 )
-from sparseattn.selectors.tokens.querypq import MEANS
+from sparseattn.selectors.tokens.query_coded_base import MEANS
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
 from tests.cases import attention, rows_missed

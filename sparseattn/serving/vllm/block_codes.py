@@ -20,7 +20,8 @@ from sparseattn.kernels.stored_codes.dispatch import gather, gather_missed
 from sparseattn.selectors.base import LayerContext, Rows, vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
 from sparseattn.selectors.tokens.calibrated_base import PROMPT
-from sparseattn.selectors.tokens.querypq import PART, QueryPQ
+from sparseattn.selectors.tokens.query_coded_base import PART
+from sparseattn.selectors.tokens.querypq import QueryPQ
 
 UNIT = 32  # rows of an entry, whose codes lie beside each other
 
