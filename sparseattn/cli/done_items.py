@@ -6,7 +6,6 @@ A file is there whole or not at all, so that a run that was killed goes on from 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,8 @@ from torch import Tensor
 import sparseattn
 from sparseattn.cli.progress import progress_bar
 from sparseattn.roles.roles import Method
-from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace
-from sparseattn.utils.hashing import file_hash, tensors_hash
+from sparseattn.utils.hashing import tensors_hash
 from sparseattn.utils.json_text import parse_entry
 from sparseattn.utils.ranks import JobRanks
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
@@ -93,13 +91,7 @@ class DoneItems:
 
 def key_of_method(method: Method) -> dict[str, Any]:
     """Return what tells the numbers of a method from another's, its code too: a class of one's own is edited."""
-    selectors = method.tree() if isinstance(method, Selector) else []
-    files = {inspect.getsourcefile(type(selector)) for selector in selectors}
-    return {
-        "method": repr(method),
-        "source": method.source(),
-        "code": sorted(file_hash(name) for name in files if name is not None),
-    }
+    return {"method": repr(method), "source": method.source()}
 
 
 def key_of_trace(trace: Trace) -> dict[str, Any]:

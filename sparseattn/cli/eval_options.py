@@ -34,6 +34,7 @@ BUDGETS = "64,256,1024"  # where none are asked for; those of them that a prompt
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 ON_DEVICE = ("dtype", "device", "tensor_parallel")
 OF_PROMPTS = ("layout", "templates", "demos", "results", "scoring", "template", "tail", "max_length")
+SEEDS = 1 << 32  # RULER's own code draws by these
 OF_TASKS, OF_QUESTIONS = ("lengths", "samples"), ("depths", "seed", "filler")
 GROUPS = {  # of options, in help
     "Who answers": ("model", "engine", "endpoint", "concurrency", *ON_DEVICE, "chunk", "chat"),
@@ -270,6 +271,8 @@ class EvalOptions:
                 "--max-length": self.max_length,
             }
         )
+        if not 0 <= self.seed < SEEDS:
+            raise ValueError(f"--seed is 0 to {SEEDS - 1}, as NumPy takes them, got {self.seed}")
         values.check_one_of("--scoring", self.scoring, SCORINGS)
         if self.layout is not None:
             layout_named(self.layout)

@@ -110,8 +110,9 @@ def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, 
     longest = options.prompt_lengths[-1]
     engine.check(longest, f"a prompt of --lengths {longest}")  # before one is made
     for depth in depths:
-        shortest = Prompt.of(make_one(options.prompt_lengths[0], depth, options.seed), tokens, options.answer_tokens)
-        engine.check(longest + shortest.limit, f"--lengths {longest} with an answer of {shortest.limit} tokens")
+        short = (make_one(options.prompt_lengths[0], depth, seed) for seed in options.seeds)
+        answer = max(Prompt.of(drawn, tokens, options.answer_tokens).limit for drawn in short)
+        engine.check(longest + answer, f"--lengths {longest} with an answer of {answer} tokens")
 
     def make() -> Iterator[Prompt]:
         for length in options.prompt_lengths:

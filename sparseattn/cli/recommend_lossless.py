@@ -14,6 +14,7 @@ from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.core.budget import budget_label
 from sparseattn.cost_model.environment import machine
+from sparseattn.evaluation.tasks.decoder import check_positions
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.models.input_device import input_device
 from sparseattn.models.sparse_cache import SINK, WINDOW, restore
@@ -29,6 +30,8 @@ def run(options: RecommendOptions) -> None:
     """Measure, print the table and the choice, and write `lossless.json` to the folder of --out."""
     texts = open_texts(options.text)
     model, tokenizer = open_model(options.model, shared.torch_dtype(options.dtype), options.place)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    check_positions(positions, options.length, "--length")
     tokens = Tokens(tokenizer)
     every = windows(
         [(text.name, text.kind, tokens.ids(text.words)) for text in texts],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from sparseattn.cli.eval_options import EvalOptions
 from sparseattn.cli.recommend_search import Recommendation
 from sparseattn.evaluation.intervals import draws_for
 from sparseattn.recommend.bounds import MEASURES, Bound
@@ -13,6 +14,7 @@ from sparseattn.reporting.agreement_tables import with_interval
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 from sparseattn.roles.role import Role
+from sparseattn.selectors.trust import named_modules
 from sparseattn.serving.vllm.defaults import ABOVE
 
 MOST_WINDOWS = 1000  # that a user may be told to verify on
@@ -87,16 +89,22 @@ def _share(value: float) -> str:
 
 
 def _next(result: Recommendation, plan: Path) -> str:
-    model = result.plan.model["name"]
-    length = result.plan.made["length"]
+    made, model, length = result.plan, shlex.quote(result.plan.model["name"]), result.plan.made["length"]
+    file = shlex.quote(str(plan))
+    trusted = "".join(f" --trust {module}" for module in named_modules(role.method for role in made.distinct()))
     if result.serves:
         return (
-            f"sparseattn serve {shlex.quote(model)} --plan {shlex.quote(str(plan))}  # measured at {length:,} tokens; "
-            f"serve is sparse above {ABOVE:,} (--above)"
+            f"sparseattn serve {model} --plan {file}{trusted}  # measured at {length:,} tokens; serve is sparse above "
+            f"{ABOVE:,} (--above)"
         )
+    rows = "".join(
+        f" --{name} {getattr(made, name)}"
+        for name in ("sink", "window")
+        if getattr(made, name) != getattr(EvalOptions, name)
+    )
     return (
-        f"sparseattn eval --model {shlex.quote(model)} --task agreement --text OTHER_TEXT --lengths "
-        f"{length} --plan {shlex.quote(str(plan))}"
+        f"sparseattn eval --model {model} --task agreement --text OTHER_TEXT --lengths {length}{rows} --plan "
+        f"{file}{trusted}"
     )
 
 

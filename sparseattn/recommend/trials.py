@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -127,6 +128,11 @@ class Trials:
         )
         kept = []
         for point in points:
+            if not all(map(math.isfinite, point.bytes_heads)):
+                raise ValueError(
+                    f"{point.role.method} does not say what choosing reads, and a plan weighs methods by it: return a "
+                    f"Scan from its `scan`, or leave it out"
+                )
             facts = asdict(point)
             del facts["role"]
             kept.append({**_budget(point.role), **facts})

@@ -21,7 +21,7 @@ from sparseattn.kernels.group_vote.dispatch import GROUPS as GROUPS
 from sparseattn.kernels.group_vote.dispatch import vote as vote
 from sparseattn.kernels.topk.dispatch import best as best
 from sparseattn.selectors.abilities import EstimatesMass, HostOnly, LearnsFromQueries, ReadsKeys, ReadsRoundedKeys
-from sparseattn.selectors.identity import Named, identity
+from sparseattn.selectors.identity import Named, identity, own_code
 from sparseattn.selectors.rows import Rows as Rows
 from sparseattn.selectors.state import Stateful
 
@@ -352,10 +352,11 @@ class Selector(Stateful, Named, ABC):
         return dataclasses.replace(scan, launches=launches, lists=lists, rows=rows, runs=few, expected=expected)
 
     def source(self) -> str:
-        """Return the class's identity and, where it reads a file, its hash: with `repr`, what results depend on. Of a
-        method with parts, theirs too."""
+        """Return the class's identity, of a class of a user a hash of its code, and where it reads a file that one's:
+        with `repr`, what results depend on. Of a method with parts, theirs too."""
+        code = own_code(type(self))
         inner = ", ".join(f"{name}={part.source()}" for name, part in self.parts())
-        return identity(type(self)) + (f"({inner})" if inner else "")
+        return identity(type(self)) + ("" if code is None else f" {code}") + (f"({inner})" if inner else "")
 
     # -- what the cache's own keys become ------------------------------------------------------------------------------
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparseattn.selectors.methods import NAMES
+from sparseattn.utils.hashing import file_hash
 
 
 def identity(method: type[Any]) -> str:
@@ -21,6 +26,19 @@ def identity(method: type[Any]) -> str:
     if place in NAMES:
         return NAMES[place]
     return f"sparseattn:{method.__qualname__}" if method.__module__.startswith("sparseattn.") else place
+
+
+def own_code(method: type[Any]) -> str | None:
+    """Return a hash of the files that say what a class of a user does, its bases' too; None for one of this package,
+    and where there is no file, as in a notebook."""
+    files: set[str | None] = set()
+    for kind in method.__mro__:
+        package = kind.__module__.split(".")[0]
+        if package != "sparseattn" and package not in sys.stdlib_module_names:
+            with contextlib.suppress(OSError, TypeError):  # of a module without a file
+                files.add(inspect.getsourcefile(kind))
+    hashes = sorted(file_hash(name) for name in files if name is not None and os.path.isfile(name))
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16] if hashes else None
 
 
 class Named:

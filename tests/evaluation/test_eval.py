@@ -34,6 +34,7 @@ from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.reporting import eval_tables as report
 from sparseattn.reporting.eval_records import by_place
 from sparseattn.reporting.terminal import WIDE
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.parameters.saap_artefact import locate
 from sparseattn.utils.locks import locked
 from tests.evaluation.byte_llama import save_byte_llama
@@ -290,6 +291,25 @@ def test_tokens_fed_together_are_decoded_one_by_one(folder: Path, selector: Sele
     assert facts["sparse_calls"] == same["sparse_calls"] == (0 if selector is None else 2 * 40)
 
 
+def test_what_was_not_compared_does_not_count(folder: Path) -> None:
+    model, _ = load_model(folder)
+    decoder = ModelDecoder(model, sink=2, window=8)
+    prefill, facts = decoder.read(list(b"x" * 100)), []
+    for method in (Quest(), Roles({0: "dense", 1: "quest"})):
+        session = decoder.start(decoder.index(prefill, [], method, layers=[1]), 16)
+        session.feed([1])
+        facts.append(session.facts())
+    assert facts[0]["rows"] == facts[1]["rows"] < 101, "layer 0 is dense in both, and none of those compared"
+    assert facts[0]["bytes_share"] == facts[1]["bytes_share"] < 1
+
+
+def test_an_answer_of_one_token_was_read_densely(folder: Path) -> None:
+    model, _ = load_model(folder)
+    decoder = ModelDecoder(model, sink=2, window=8)
+    facts = decoder.start(decoder.index(decoder.read(list(b"x" * 100)), [], Quest()), 16).facts()
+    assert (facts["rows"], facts["context"], facts["bytes_share"]) == (100, 100, 1)
+
+
 def test_dense_layers_stay_dense(folder: Path) -> None:
     model, _ = load_model(folder)
     decoder = ModelDecoder(model, sink=2, window=8, dense_layers=1)
@@ -445,6 +465,7 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
         (["--scoring", "rouge"], "--scoring must be one of all, part, exact, f1, got 'rouge'"),
         (["--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--samples", "0"], "--samples must be 1 or more, got 0"),
+        (["--seed", "-1"], "--seed is 0 to 4294967295, as NumPy takes them, got -1"),
         (["--lengths", "0"], "--lengths must be 1 or more, got 0"),
         (["--lengths", "many"], "--lengths takes integers separated by commas, got 'many'"),
         (["--lengths", "100"], "a passkey prompt with seed 0 has at least"),

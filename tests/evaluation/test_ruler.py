@@ -195,6 +195,15 @@ def test_documents_hold_those_of_the_question(tmp_path: Path) -> None:
             assert one.scoring == "ruler/part"
 
 
+def test_questions_with_more_documents_than_a_step_are_asked(tmp_path: Path) -> None:
+    held = hotpotqa()
+    for item in held:
+        item["context"] = [[f"{title} {n}", sentences] for n in (1, 2) for title, sentences in item["context"]]
+    assert max(len(item["context"]) for item in held) > 10
+    for item, example in zip(held, made(QA, 6000, material(tmp_path, held), 2), strict=False):
+        assert all(f"{title}\n{''.join(sentences)}" in example.context for title, sentences in item["context"])
+
+
 def test_no_more_questions_than_the_file_has(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"questions\.json holds 20 questions, asked for 21 or more"):
         made(QA, 3000, material(tmp_path, hotpotqa()), 21)

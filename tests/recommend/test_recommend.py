@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,28 @@ SHORT += ["--draws", 4, "--budget", "32,64,128", "--selector", "quest", "--selec
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["recommend", *map(str, arguments)])
+
+
+def test_the_next_command_is_one_that_runs(tmp_path: Path) -> None:
+    done = run(*SHORT, "--window", 32, "--error", "10%", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith("Next: sparseattn eval"))
+    words = shlex.split(said.removeprefix("Next: sparseattn ").replace("OTHER_TEXT", "alice"))
+    assert words[words.index("--window") + 1] == "32"
+    short = ["--last", "8", "--samples", "1", "--no-figures", "--out", str(tmp_path / "eval")]
+    again = CliRunner().invoke(app, [*words, *short])
+    assert again.exit_code == 0, again.output
+
+
+def test_a_method_that_does_not_say_what_it_reads_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from sparseattn import Quest\n\n\nclass Quiet(Quest):\n    def scan(self, query, sealed, budget):\n"
+    (tmp_path / "quietly.py").write_text(text + "        return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = run(*SHORT, "--selector", "quietly:Quiet", "--error", "10%", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "quietly:Quiet does not say what choosing reads" in " ".join(done.output.split())
 
 
 def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp_path: Path) -> None:

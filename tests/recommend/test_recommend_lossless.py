@@ -73,6 +73,12 @@ def test_a_list_of_budgets_that_is_given_is_kept(
     assert str(done.exception) == f"tried: {budgets}", done.output
 
 
+def test_a_length_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    done = run("recommend --lossless --model reference --text alice --length 99999 --windows 1 --out", tmp_path)
+    assert done.exit_code == 2
+    assert "positions, --length takes 99999" in " ".join(done.output.split())
+
+
 def test_two_drafts_of_a_method_that_chooses_are_also_tried_with_one_choice(tmp_path: Path) -> None:
     result = run(
         LINE,

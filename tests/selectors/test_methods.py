@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from sparseattn.roles.role import Role
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors import methods
 from sparseattn.selectors.base import best, vote
-from sparseattn.selectors.identity import identity
+from sparseattn.selectors.identity import identity, own_code
 from sparseattn.traces.synthetic import synthetic
 from tests.cases import heads
 
@@ -269,8 +271,29 @@ def test_a_class_goes_by_its_name_in_the_registry_else_by_module_and_class() -> 
     assert {identity(method): method for method in SELECTORS.values()} == SELECTORS
     assert identity(PerfectBuckets) == "sparseattn:PerfectBuckets"
     assert identity(Mine) == f"{__name__}:Mine"
-    assert TwoStage(Mine(), 4).source() == f"twostage(pages={__name__}:Mine, inside=lowbit)"
+    mine = f"{__name__}:Mine {own_code(Mine)}"
+    assert TwoStage(Mine(), 4).source() == f"twostage(pages={mine}, inside=lowbit)"
     assert TwoStage(Quest()).index_arguments()["pages"]["selector"] == "quest"
+
+
+def test_records_of_a_class_of_ones_own_are_those_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, base = tmp_path / "edited_methods.py", tmp_path / "edited_bases.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base.write_text("from sparseattn import Quest\nclass Base(Quest):\n    pass\n")
+
+    def source(text: str) -> str:
+        """Of the class as a new process would find it."""
+        file.write_text(f"from edited_bases import Base\nclass Own(Base):\n    {text}\n")
+        importlib.invalidate_caches()
+        for name in ("edited_methods", "edited_bases"):
+            sys.modules.pop(name, None)
+        return make_selector("edited_methods:Own").source()
+
+    first = source("tried = 1")
+    assert first == source("tried = 1")
+    assert first != source("tried = 22")
+    base.write_text("from sparseattn import Quest\nclass Base(Quest):\n    other = 1\n")
+    assert first != source("tried = 1"), "its base is of one's own too"
 
 
 def test_records_stay_those_of_a_class_whose_file_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from sparseattn.selectors.parameters.query_metric import (
     metric_of,
     moves_ahead,
     reached,
+    share_kept,
 )
 from sparseattn.selectors.tokens.query_coded_base import MEANS
 from sparseattn.traces.synthetic import synthetic
@@ -71,6 +72,12 @@ def test_the_metric_of_the_queries_finds_more_where_keys_vary_along_what_no_quer
         evaluate(hard, QueryPQ(8, metric=metric, share=0.5), 64, last=8).mean("recovered") for metric in ("own", "keys")
     )
     assert own > plain + 0.05
+
+
+def test_codes_of_one_key_keep_it_whole() -> None:
+    keys = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
+    kept = share_kept(keys, keys, codes_of(keys, None, None, 4, 4, 0))
+    assert kept.tolist() == [1, 1]
 
 
 def test_bytes_are_the_codes_of_every_row_and_what_a_query_is_turned_by() -> None:

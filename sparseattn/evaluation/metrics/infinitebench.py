@@ -8,6 +8,7 @@ fraction), the score here is 0.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def math_find(response: str, label: Any) -> float:
     if number is None:
         return 0.0
     if isinstance(wanted, int):
-        return float("." not in number[0] and int(number[0]) == wanted)
+        return float("." not in number[0] and _is(number[0], wanted))
     return float(float(number[0]) == wanted)
 
 
@@ -121,9 +122,15 @@ def longbook_sum_eng(response: str, label: Any) -> float:
 def math_calc(response: str, label: Any) -> float:
     """Return the share of the label's numbers that the response has in its order from the first on."""
     wanted = label[0] if isinstance(label[0], list) else label
-    said = [int(run) for run in re.findall("[0-9]+", response)]
-    right = next((i for i, (a, b) in enumerate(zip(wanted, said, strict=False)) if a != b), min(len(wanted), len(said)))
+    said = re.findall("[0-9]+", response)
+    pairs = enumerate(zip(wanted, said, strict=False))
+    right = next((i for i, (number, run) in pairs if not _is(run, number)), min(len(wanted), len(said)))
     return right / len(wanted)
+
+
+def _is(digits: str, number: int) -> bool:
+    """Whether digits, perhaps with a sign, are a number. A response may have more than Python reads, and then not."""
+    return len(digits) <= sys.int_info.default_max_str_digits and int(digits) == number
 
 
 def by_label(

@@ -132,9 +132,11 @@ class Documents:
         def first(n: int) -> RulerPrompt:
             return self.draw(n, 0)
 
-        each = room.tokens(first(STEP)) / STEP
-        number = largest(first, room, STEP, int(room.most / each * 3))
-        yield from fitted(self.draw, room, number, STEP, max(len(question.own) for question in self.questions))
+        own = max(len(question.own) for question in self.questions)
+        fewest = max(STEP, own)
+        each = room.tokens(first(fewest)) / fewest
+        number = largest(first, room, fewest, int(room.most / each * 3))
+        yield from fitted(self.draw, room, number, STEP, own)
 
     def draw(self, n: int, sample: int) -> RulerPrompt:
         """Return a prompt of n documents for the question of that number."""

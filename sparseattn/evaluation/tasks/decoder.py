@@ -186,13 +186,15 @@ class ModelSession:
     def facts(self) -> dict[str, Any]:
         """`rows` attended by a query head of a sparse layer, of `context` rows stored, and the share of these rows'
         bytes that were read, to choose too (None where the selector does not say); means over the tokens. Layers that
-        roles leave dense count, with all their rows. `activity` has the counts by layer."""
+        roles leave dense count, with all their rows. An answer of one token comes from the prefill, which read all
+        rows. `activity` has the counts by layer."""
         here = self._cache.here  # of processes that share the model's heads
         stats = Stats.of_heads(here.of_all(self._cache.stats()))
-        context = self._held / max(self._fed, 1)
+        context = self._held / self._fed if self._fed else float(self._cache.get_seq_length())
         share, rows = (stats.bytes_share, stats.rows) if stats.sparse_calls else (1.0, context)
         if (roles := self._cache.roles) is not None:
-            sparse, dense = len(self._cache.sparse_layers), sum(map(roles.dense, self._decoder.sparse))
+            asked = set(self._decoder.sparse) - set(self._cache.dense_given)
+            sparse, dense = len(self._cache.sparse_layers), sum(map(roles.dense, asked))
             share, rows = (
                 (x * sparse + all_ * dense) / (sparse + dense) for x, all_ in ((share, 1.0), (rows, context))
             )

@@ -168,4 +168,5 @@ def share_kept(keys: Tensor, coded: Tensor, codes: dict[str, Tensor]) -> Tensor:
     """
     turned = (coded - codes["centre"][:, None]) @ codes["turn"].mT
     lost = (turned - as_coded(turned, codes["centroids"])).square().sum((1, 2))
-    return 1 - lost / ((keys - keys.mean(1, keepdim=True)) @ codes["turn"].mT).square().sum((1, 2))
+    all_there_is = ((keys - keys.mean(1, keepdim=True)) @ codes["turn"].mT).square().sum((1, 2))
+    return torch.where(all_there_is > 0, 1 - lost / all_there_is, 1.0)  # one key, or keys that are all alike

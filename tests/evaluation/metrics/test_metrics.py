@@ -27,6 +27,11 @@ def test_scores_are_the_public_codes(metric: str) -> None:
         assert got == pytest.approx(one["score"], abs=within, rel=0), one
 
 
+@pytest.mark.parametrize("metric", ["infinitebench/math_calc", "infinitebench/math_find"])
+def test_a_number_longer_than_python_reads_is_a_wrong_one(metric: str) -> None:
+    assert metric_score(metric, "9" * 5000, ("1",), {"label": [1]}) == 0
+
+
 def test_the_cases_are_of_all_kinds() -> None:
     kinds = Counter((one["metric"], (one["score"] > 0) + (one["score"] == 1)) for one in SCORED)
     for metric in METRICS:
