@@ -331,6 +331,11 @@ class EvalOptions:
 
         if self.endpoint:
             return
+        if self.answer_tokens == 1 and "generate" in self.protocols:
+            refuse(
+                "--answer-tokens 1 has no effect on --protocol generate: an answer's first token comes from the dense "
+                "prefill, so give 2 or more"
+            )
         longest = max(self.prompt_lengths[-1] if self.tasks else 0, own)
         selectors = [method.selector for method in self.methods if method.selector is not None]
         if all(isinstance(selector, Native) for selector in selectors):  # a model's own index has no zones

@@ -12,7 +12,6 @@ from sparseattn.cli import options as shared
 from sparseattn.cli.inputs import open_model, open_texts
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.recommend_options import RecommendOptions
-from sparseattn.core.budget import budget_label
 from sparseattn.cost_model.environment import machine
 from sparseattn.evaluation.tasks.decoder import check_positions
 from sparseattn.evaluation.tasks.tokens import Tokens
@@ -30,8 +29,6 @@ def run(options: RecommendOptions) -> None:
     """Measure, print the table and the choice, and write `lossless.json` to the folder of --out."""
     texts = open_texts(options.text)
     model, tokenizer = open_model(options.model, shared.torch_dtype(options.dtype), options.place)
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    check_positions(positions, options.length, "--length")
     tokens = Tokens(tokenizer)
     every = windows(
         [(text.name, text.kind, tokens.ids(text.words)) for text in texts],
@@ -51,6 +48,9 @@ def run(options: RecommendOptions) -> None:
         options.window,
         options.chunk,
     )
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    room = trial.room(prompts[0].shape[1])
+    check_positions(positions, room, f"--length {options.length} with all drafts behind it")
     try:
         with progress_bar() as bar:
             task = bar.add_task("drafts", total=len(prompts) * len(trial.caches))
@@ -90,7 +90,7 @@ def _table(choices: Sequence[DraftChoice]) -> Table:
         drafted = ["none", None, 0, None]
         if choice.drafts:
             choices_of = "one a round" if choice.choose_once else "each draft"
-            drafted = [choice.selector, budget_label(choice.budget), choice.drafts, choices_of]
+            drafted = [choice.selector, choice.written, choice.drafts, choices_of]
         table.add(*drafted, choice.tokens_a_second, choice.to_plain, choice.acceptance)
     return table
 

@@ -35,6 +35,7 @@ from sparseattn.recommend.windows import TextWindow, windows
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import DENSE, WINDOW, Role, Share
 from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.serving.vllm.settings import servable
 from sparseattn.utils.devices import quarter_of_memory
 from sparseattn.utils.ranks import JobRanks, in_turn
 
@@ -308,8 +309,8 @@ def _families(choices: dict[int, list[LayerOption]]) -> list[dict[int, list[Laye
     shapes: dict[str, tuple[int, int] | None] = {}
     for every in choices.values():
         for choice in every:
-            made = choice.role.selector
-            shapes[choice.role.method] = (made.page, made.unit) if isinstance(made, PageSelector) else None
+            served = None if choice.role.method == DENSE else servable(choice.role.method)
+            shapes[choice.role.method] = (served.page, served.unit) if isinstance(served, PageSelector) else None
     sizes = sorted({shape for shape in shapes.values() if shape is not None})
     if not sizes:
         return [choices]

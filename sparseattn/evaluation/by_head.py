@@ -185,7 +185,9 @@ def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:
     if isinstance(budget, Mass):
         raise NothingToCompare(f"rows to be equal at are those of a budget in rows, and {budget} takes what it needs")
     settings = results[0].settings
-    context = settings["tokens"] - (settings["last"] - 1) / 2  # in the mean over the tokens decoded
+    every = settings.get("every", 1)
+    # In the mean over the tokens measured.
+    context = settings["tokens"] - settings["last"] + every * (settings["last"] // every + 1) / 2
     rows = min(settings["sink"] + settings["window"] + budget_rows(budget, int(context)), context)
     readings, left_out = {}, {}
     for label, mine in _by_label(results).items():

@@ -180,7 +180,9 @@ class SparseCache(EditedCache):
         """Return the model's layers, those that are to be sparse in place of transformers' own."""
         layers, prepared = DynamicCache(config=self.model.config).layers, self.prepared.layers
         self.here = here = checks.head_share(self.model, prepared, self.selector)
-        self.dense_layers = self.dense_given = checks.dense_layers(dense_layers, len(layers))  # roles may add to the first
+        self.dense_layers = self.dense_given = checks.dense_layers(
+            dense_layers, len(layers)
+        )  # roles may add to the first
         if self.roles is not None:
             self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, prepared, self.dense_layers, here)
         self._passes = Passes([index for index, what in prepared.items() if what.beyond is None])

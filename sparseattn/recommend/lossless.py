@@ -38,11 +38,16 @@ class DraftChoice:
     acceptance: float | None
     choose_once: bool = False
 
+    @property
+    def written(self) -> str | None:
+        """The budget as text; None where there is none, or the method does not look at it."""
+        return budget_label(self.budget) if self.drafts and as_selector(self.selector).uses_budget else None
+
     def record(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
         return {
             "selector": self.selector,
-            "budget": None if not self.drafts else budget_label(self.budget),
+            "budget": self.written,
             "drafts": self.drafts,
             "choose_once": self.choose_once,
             "tokens_a_second": round(self.tokens_a_second, 3),
@@ -72,12 +77,16 @@ class DraftTrial:
 
     @property
     def caches(self) -> list[tuple[str, Budget]]:
-        """Each method with its budgets; one that no budget changes has the first."""
+        """Each method with its budgets; one that no budget changes has None."""
         return [
             (method, budget)
             for method in self.methods
-            for budget in (self.budgets if as_selector(method).uses_budget else self.budgets[:1])
+            for budget in (self.budgets if as_selector(method).uses_budget else [None])
         ]
+
+    def room(self, prompt: int) -> int:
+        """Return the rows that blocks behind so many tokens of a prompt take at most, drafts that miss among them."""
+        return prompt + (self.tokens + 16) * (2 * len(self.drafts) + 3)
 
 
 def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Callable[[], None]) -> list[DraftChoice]:
@@ -96,7 +105,7 @@ def measured(model: Any, prompts: Sequence[Tensor], trial: DraftTrial, done: Cal
     for ids in prompts:
         prefill = Prefill(model, ids, chunk=trial.chunk)
         for method, budget in trial.caches:
-            room = ids.shape[1] + (trial.tokens + 16) * (2 * len(trial.drafts) + 3)
+            room = trial.room(ids.shape[1])
             cache = prefill.cache(method, budget, sink=trial.sink, window=trial.window, capacity=room)
             length = FixedLength(max(trial.drafts))
             loop = loop_behind(prefill, cache, ids, length)

@@ -80,8 +80,8 @@ class IndexRecipe:
             raise TrainingError(
                 f"the objective is attention, for the method hata also hata, got {self.objective!r} for {self.method}"
             )
-        if self.steps < 1:
-            raise TrainingError(f"steps are 1 or more, got {self.steps}")
+        if self.steps < 2:  # the last one's rate is next to nothing
+            raise TrainingError(f"steps are 2 or more, got {self.steps}")
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise TrainingError(f"a rate is above 0 and finite, got {self.rate}")
         try:

@@ -62,8 +62,8 @@ class CodesRecipe:
     mean: str = "rope"
 
     def __post_init__(self) -> None:
-        if self.distil < 0:
-            raise TrainingError(f"distil is a number of steps, 0 for none, got {self.distil}")
+        if self.distil < 0 or self.distil == 1:  # the last one's rate is next to nothing
+            raise TrainingError(f"distil is a number of steps, 2 or more, or 0 for none, got {self.distil}")
         if self.mean not in MEANS:
             raise TrainingError(f"mean is one of {', '.join(MEANS)}, got {self.mean!r}")
         if self.sample < 1 or self.queries < 1:

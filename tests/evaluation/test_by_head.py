@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from sparseattn import Exact, Quest
 from sparseattn.cli.app import app
 from sparseattn.evaluation.by_head import NothingToCompare, at_bytes, at_rows
 from sparseattn.evaluation.rank_correlation import rank_correlation
@@ -118,6 +119,18 @@ def test_equal_rows_are_those_attended_and_not_the_budget() -> None:
     assert layer_tables.condition(one) == "42 tokens attended (budget 32)"
     with pytest.raises(NothingToCompare, match="no method attends 26 rows or fewer: Many attends 45 rows at least"):
         at_rows(found[-1:], 16)
+
+
+def test_equal_rows_are_those_of_the_steps_that_were_measured() -> None:
+    trace = synthetic(300, heads=2, group=2, size=32, layers=2, clusters=8)
+    results = [
+        evaluate(trace, selector, budget, last=16, every=8, sink=4, window=16)
+        for selector in (Exact(), Quest())
+        for budget in (16, 64, None)
+    ]
+    one = at_rows(results, None)
+    assert one.attended == (292 + 300) / 2
+    assert [reading.budgets for reading in one.readings.values()] == [(None,), (None,)]
 
 
 def test_heads_that_were_left_out_count_nowhere() -> None:

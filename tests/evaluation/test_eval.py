@@ -465,6 +465,7 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
         (["--scoring", "rouge"], "--scoring must be one of all, part, exact, f1, got 'rouge'"),
         (["--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--samples", "0"], "--samples must be 1 or more, got 0"),
+        (["--protocol", "generate", "--answer-tokens", "1"], "--answer-tokens 1 has no effect on --protocol generate"),
         (["--seed", "-1"], "--seed is 0 to 4294967295, as NumPy takes them, got -1"),
         (["--lengths", "0"], "--lengths must be 1 or more, got 0"),
         (["--lengths", "many"], "--lengths takes integers separated by commas, got 'many'"),

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from sparseattn.cli.app import app
 from sparseattn.cli.recommend import _page
+from sparseattn.cli.recommend_search import _families
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.error_sensitivity import _Watched, observe
 from sparseattn.models.prefill import Prefill
@@ -359,6 +360,14 @@ def test_the_next_command_is_one_that_runs(tmp_path: Path) -> None:
     short = ["--last", "8", "--samples", "1", "--no-figures", "--out", str(tmp_path / "eval")]
     again = CliRunner().invoke(app, [*words, *short])
     assert again.exit_code == 0, again.output
+
+
+def test_choices_that_an_engine_serves_by_other_pages_are_apart() -> None:
+    tail = "tailed:inner=quest,rows=64"
+    roles = [Role("dense"), Role("quest", 64), Role("quest", 32), Role(tail, 64), Role("window")]
+    found = _families({0: [LayerOption(role, 0.0, [0.0], [1.0]) for role in roles]})
+    methods = [{choice.role.method for choice in family[0]} for family in found]
+    assert methods == [{"dense", "window", "quest"}, {"dense", "window", tail}]
 
 
 def test_a_method_that_does_not_say_what_it_reads_is_refused_by_name(
