@@ -12,6 +12,7 @@ import typer
 
 from sparseattn.cli import completion, values
 from sparseattn.cli import options as shared
+from sparseattn.core.budget import Mass, parse_budget
 from sparseattn.cost_model.data_sheet import CPU, published
 from sparseattn.cost_model.known_models import named
 from sparseattn.cost_model.links import LINKS
@@ -104,6 +105,11 @@ class MachineOptions:
         unused = [name for name in ("context", "budget", "batch") if self._is_changed(name)]
         if unused and not self.selector and not self.model:
             raise ValueError(f"--{unused[0]} needs --selector or --model, whose steps it predicts")
+        if isinstance(parse_budget(self.budget), Mass):
+            raise ValueError(
+                f"a predicted step reads as many rows at every step, and --budget {self.budget} takes what it needs: "
+                f"give rows, such as 2048, or a share of the context, such as 5%"
+            )
         if self.name is None and (self.selector or self.model):
             given = "--model" if self.model else "--selector"
             raise ValueError(f"{given} needs the name of a machine, such as `sparseattn machine h100`")

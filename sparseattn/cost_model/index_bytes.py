@@ -81,7 +81,7 @@ def filled_cache(selector: Selector, shape: Shape, rows: int, draw: torch.Genera
     cache.append(keys, values, queries)
     cache.seal()
     query = queries[:, :, :, -1].contiguous()
-    decode(query, looking_ahead(cache, query), BUDGET)
+    decode(query, looking_ahead(cache, query), max(BUDGET, cache.selector.span))
     return cache
 
 

@@ -339,9 +339,9 @@ def _kept(
 ) -> Trace:
     """Return the trace at `path`, or refuse one that is not what this capture would write."""
     trace = Trace.open(path)
-    for name in ("config_hash", "tokens_sha256"):
-        if trace.meta.get(name) != meta[name]:
-            what = "model" if name == "config_hash" else "text"
+    for name, what in (("config_hash", "model"), ("weights", "model"), ("tokens_sha256", "text")):
+        unknown = name == "weights" and None in (trace.meta.get(name), meta[name])  # of before traces said it
+        if trace.meta.get(name) != meta[name] and not unknown:
             raise TraceError(f"{os.fspath(path)} is a trace of another {what}: move it, or write elsewhere")
     if (list(trace.shapes.values()), trace.dtype) != (list(shapes), dtype):
         raise TraceError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparseattn import __version__
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import version
+from sparseattn.roles.fingerprint import fingerprint
 
 
 def tokens_hash(input_ids: Tensor) -> str:
@@ -38,6 +39,7 @@ def origin(
         "model": model_id or name_of(model),
         "model_layers": model.config.get_text_config(decoder=True).num_hidden_layers,
         "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
+        "weights": None if any(part.is_meta for part in model.parameters()) else fingerprint(model.named_parameters()),
         "text": dict(text or {}),
         "tokens_sha256": tokens_hash(input_ids),
         "attention": original,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -234,9 +235,9 @@ def _beats(other: Measured, own_result: Measured) -> bool:
 
 def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:
     """Return `frontier-NAME.png` for the name of each trace, numbered where names repeat."""
+    own = [f"{what}-{Path(trace).name}" for trace in traces]
     names: list[str] = []
-    for trace in traces:
-        base = f"{what}-{Path(trace).stem}"
-        same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
-        names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
-    return names
+    for base in own:
+        numbered = (base if n == 1 else f"{base}-{n}" for n in itertools.count(1))
+        names.append(next(name for name in numbered if name not in names and (name == base or name not in own)))
+    return [f"{name}.png" for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import urllib.error
 import urllib.parse
@@ -38,7 +39,7 @@ def served_activity(url: str) -> Activity:
     try:
         with urllib.request.urlopen(where, timeout=SECONDS) as reply:
             text = reply.read(MOST + 1)
-    except (OSError, ValueError) as error:  # an HTTP status among them
+    except (OSError, ValueError, http.client.HTTPException) as error:  # an HTTP status among them
         raise MetricsError(f"the counters of the server cannot be read at {where}: {error}") from error
     if len(text) > MOST:
         raise MetricsError(f"{where} has more than {MOST >> 20} MiB, which is no page of counters")

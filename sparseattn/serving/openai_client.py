@@ -31,6 +31,10 @@ MUTE = 1000  # events without text, beyond one for each token asked for: some se
 SENTENCE = 500  # characters of a server's own words
 
 
+# What servers say of an answer that is not all that the model had to say.
+FAILED, FILTERED = ("abort", "error"), ("content_filter",)
+
+
 class _Torn(Exception):
     """A stream without its end."""
 
@@ -206,7 +210,7 @@ class Server:
 
     async def _once(self, client: Any, question: Question, attempt: int) -> Answer:
         began = time.perf_counter()
-        first, text, chosen, whole = None, "", False, False
+        first, text, chosen, whole, reason = None, "", False, False, None
         pieces = events = 0
         async with await self._within(PATIENCE, _begin(client, self.model, question)) as stream:
             chunks = stream.__aiter__()
@@ -219,7 +223,7 @@ class Server:
                     )
                 piece = ""
                 for choice in chunk.choices[:1]:  # none in a chunk that only counts
-                    chosen, whole = True, choice.finish_reason is not None
+                    chosen, whole, reason = True, choice.finish_reason is not None, choice.finish_reason
                     piece = (choice.text if question.begun is None else choice.delta.content) or ""
                 if piece and pieces == question.limit:  # a piece is a token or more, and all that were asked for came
                     whole = True
@@ -233,7 +237,10 @@ class Server:
                     break
         if not chosen:
             raise ServerError(f"{self._who} sent no answer to {question.what}, or not as a stream")
-        if not whole:  # without a length or an end of chunks, a lost connection looks like the end of the stream
+        if reason in FILTERED:
+            raise ServerError(f"{self._who} held back a part of its answer to {question.what}: {reason}")
+        # Without a length or an end of chunks, a lost connection looks like the end of the stream.
+        if not whole or reason in FAILED:
             raise _Torn
         return Answer(text, first, time.perf_counter() - began, attempt)
 

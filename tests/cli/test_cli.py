@@ -997,6 +997,18 @@ def test_recall_is_repeatable_and_is_what_the_library_measures(tmp_path: Path) -
     assert [one["mean"]["recall"] for one in first[2:4]] == [point.mean("recall") for point in same.points]
 
 
+def test_a_trace_whose_name_looks_like_a_formula_is_drawn(trace: Path, tmp_path: Path) -> None:
+    named = tmp_path / "a$_b^$.safetensors"
+    named.write_bytes(trace.read_bytes())
+    for command in (
+        ("bench", named, *SMALL, "--selector", "random"),
+        ("recall", named, "--queries", "8", "--k", "20", "--selector", "ivf", "--layers", "1"),
+    ):
+        done = run(*command, "--out", tmp_path / "out")
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "frontier-a$_b^$.png").exists()
+
+
 def test_recall_on_a_trace_and_on_keys_both(trace: Path, tmp_path: Path) -> None:
     arguments = ["--queries", "8", "--k", "20", "--selector", "ivf", "--out", tmp_path, "--layers", "1"]
     done = run("recall", trace, *arguments)

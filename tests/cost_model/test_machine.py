@@ -152,6 +152,7 @@ def test_the_command_predicts_and_says_so() -> None:
         (["--dtype", "float32"], "--dtype needs the name of a machine"),
         (["h100", "--selector", "quest", "--context", "128m"], "--context takes a number of tokens such as"),
         (["h100", "--out", "x.json"], "--out needs --model, or no machine name"),
+        (["h100", "--selector", "quest", "--budget", "mass:0.9"], "--budget mass:0.9 takes what it needs: give rows,"),
         (["h100", "--selector", "quest", "--budget", "8"], "less than one span"),
         (["h100", "--selector", "retrieval"], "host memory"),
         (["h100", "--model", "llama-3.1-8b", "--context", "0"], "--context must be 1 or more"),

@@ -786,9 +786,12 @@ def test_a_trace_that_is_there_is_kept_if_it_is_the_same(tmp_path: Path) -> None
     before = path.stat()
     assert capture(model, text(), path, layers=[1], keep=True).layers == (1,)
     assert path.stat() == before  # it was not written again
-    other = tiny("llama", rms_norm_eps=1e-3)
+    other, tuned = tiny("llama", rms_norm_eps=1e-3), tiny("llama")
+    with torch.no_grad():
+        next(tuned.parameters()).add_(1)
     for arguments, sentence in (
         ((other, text(), path), "of another model"),
+        ((tuned, text(), path), "of another model"),
         ((model, text(T - 1), path), "of another text"),
     ):
         with pytest.raises(TraceError, match=sentence):

@@ -17,12 +17,20 @@ from sparseattn.evaluation import intervals
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.tasks.compared import FULL
 from sparseattn.reporting import line_style
+from sparseattn.reporting.replay_tables import figure_names
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from sparseattn.reporting import plots
+
+
+def test_a_figure_has_its_traces_whole_name_and_no_other_has_it() -> None:
+    given = ["a/x.safetensors-2", "x", "x-2", "x", "qwen2.5-a", "qwen2.7-b"]
+    assert figure_names(given, "f") == [
+        *("f-x.safetensors-2.png", "f-x.png", "f-x-2.png", "f-x-3.png", "f-qwen2.5-a.png", "f-qwen2.7-b.png")
+    ]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from sparseattn.evaluation.tasks.served import whole_line
 from sparseattn.models.errors import ModelError
 from sparseattn.models.load import load_tokenizer, reference_folder
 from sparseattn.serving import bounded_replies, openai_client, questions, served_tokenizer
+from sparseattn.serving.metrics import MetricsError, served_activity
 from sparseattn.serving.questions import Address
 
 pytest.importorskip("openai")
@@ -134,6 +135,10 @@ class Server:
                     piece["finish_reason"] = "stop" if number == len(reply) else None
                     event = {"error": {"message": "the engine died"}} if fault == "dies" else {"choices": [piece]}
                     if fault == "mute":
+                        break
+                    if fault in ("abort", "content_filter") and number == 2:
+                        piece["finish_reason"] = fault
+                        self.wfile.write(f"data: {json.dumps({'choices': [piece]})}\n\n".encode())
                         break
                     try:
                         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -309,6 +314,8 @@ def test_what_passes_is_tried_again(serve: Callable[..., Server], tmp_path: Path
         ((401, {}, {"error": "who are you"}), "with status 401: who are you; the key is taken from OPENAI_API_KEY", 1),
         ((503, {}, "<html>down</html>"), "with status 503: <html>down</html>", 5),
         ("torn", "is out of reach: ", 5),
+        ("abort", "is out of reach: it broke off in the middle of an answer", 5),
+        ("content_filter", "held back a part of its answer to a prompt of passkey (length 560, depth 0.0, seed 0)", 1),
         ("dies", "broke off at a prompt of passkey (length 560, depth 0.0, seed 0): the engine died", 1),
     ],
 )
@@ -330,6 +337,18 @@ def test_what_goes_wrong_is_a_sentence_and_the_work_so_far_is_kept(
     server.asked.clear()
     assert run(*options, "--out", tmp_path).exit_code == 0
     assert (len(lines(tmp_path)), len(server.asked)) == (8, left)
+
+
+def test_counters_that_are_no_http_are_a_sentence(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    def garbage(handler: Any) -> None:
+        handler.wfile.write(b"garbage\r\n\r\n")
+        handler.close_connection = True
+
+    server.instead["/metrics"] = garbage
+    with pytest.raises(MetricsError, match="the counters of the server cannot be read at"):
+        served_activity(server.url)
 
 
 def test_what_is_not_answered_yet_is_dropped(serve: Callable[..., Server]) -> None:

@@ -74,7 +74,8 @@ def _best(record: Record) -> str:
     """Say which method has the smallest error there, and how it varies over layers."""
     rivals = [method for method in record["methods"] if not method["scans_all"]] or record["methods"]
     best = min(rivals, key=lambda method: method["mean"]["relative_error"])
-    errors = [(error, layer) for error, layer in zip(best["relative_error"], record["layers"], strict=True) if error]
+    by_layer = zip(best["relative_error"], record["layers"], strict=True)
+    errors = [(error, layer) for error, layer in by_layer if error is not None]
     who = "" if best["scans_all"] else " among the methods that do not score every key"
     sentence = f"{record['trace']}, at {_condition(record)}: {best['label']} has the smallest error{who}: "
     sentence += f"{best['mean']['relative_error']:.1%} on average"

@@ -8,7 +8,7 @@ from pathlib import Path
 from sparseattn.evaluation.measure_table import measures
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting.line_style import name_ends, style
-from sparseattn.reporting.plots.panels import heading, logarithmic, panel_grid, save, unit
+from sparseattn.reporting.plots.panels import heading, logarithmic, panel_grid, save, shown, unit
 from sparseattn.reporting.replay_tables import TOLERANCE
 
 
@@ -34,7 +34,7 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
     first = results[0]
     heading(
         figure,
-        f"{first.trace}: {first.settings['tokens']} tokens, last {first.settings['last']} decoded, sink "
+        f"{shown(first.trace)}: {first.settings['tokens']} tokens, last {first.settings['last']} decoded, sink "
         f"{first.settings['sink']}, window {first.settings['window']}; one point per budget, mean over layers "
         f"and heads",
     )

@@ -31,7 +31,7 @@ def recall(columns: Sequence[Recalled], level: float, path: Path) -> None:
     shares = [point.mean("scanned_share") for curve in every for point in curve.points]
     shares = [share for share in shares if share > 0]  # neither none nor unknown
     for j, column in enumerate(columns):
-        axes[0][j].set_title(column.title, fontsize=10)
+        axes[0][j].set_title(shown(column.title), fontsize=10)
         axes[1][j].set_xlabel("keys scanned / keys")
         for axis, curves in zip((axes[0][j], axes[1][j]), (column.curves, column.control), strict=True):
             for label, curve in curves.items():
@@ -68,7 +68,7 @@ def scaling(
         }
         _growth(panels, reached, unit)
     for j, title in enumerate(titles):
-        axes[0][j].set_title(title, fontsize=10)
+        axes[0][j].set_title(shown(title), fontsize=10)
         axes[1][j].set_xlabel("keys (k = 1,024)")
     axes[0][0].set_ylabel("keys scanned / keys")
     axes[1][0].set_ylabel("ms per token and layer")
