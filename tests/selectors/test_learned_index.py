@@ -312,7 +312,7 @@ def test_distilled_codes_agree_more_with_the_attention(traces: list[Path], tmp_p
         ({"method": "saap"}, "an index of hata, hashattention, indexer, seer is learned so, got 'saap'"),
         ({"method": "indexer", "objective": "hata"}, "for the method hata also hata, got 'hata' for indexer"),
         ({"method": "hata", "width": 12}, "bits is a multiple of 8, or 0, got 12"),
-        ({"method": "hata", "steps": 0}, "steps are 1 or more"),
+        ({"method": "hata", "steps": 0}, "steps are 2 or more"),
     ],
 )
 def test_recipes_that_cannot_be_are_refused(given: dict, sentence: str) -> None:
