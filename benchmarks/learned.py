@@ -22,7 +22,7 @@ from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.replay import evaluate
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.trace import Trace
-from sparseattn.training import CodesRecipe, IndexRecipe, calibrate, train_codes, train_index
+from sparseattn.training import CodesRecipe, IndexRecipe, train_codes, train_index
 
 NAME = "learned.json"
 BYTES = (2, 4, 8)  # of a token's code
@@ -70,17 +70,6 @@ def ways(steps: int, head_dim: int, seal: int) -> list[Way]:
             ),
             Way("indexer", size, f"indexer:dimensions={parts}", _index(IndexRecipe("indexer", parts, steps=steps))),
         ]
-        # Loki keeps numbers of 16 bits. So does Double Sparsity, where its codes' 4 bytes of levels leave no room.
-        channels, kept = (8, 4) if size == 8 else (size // 2, 16)
-        found += [
-            Way("loki", size, f"loki:dimensions={size // 2}", _calibrated("loki")),
-            Way(
-                "doublesparsity",
-                size,
-                f"doublesparsity:channels={channels},bits={kept}",
-                _calibrated("doublesparsity"),
-            ),
-        ]
         page = 2 * head_dim // size
         if seal % page == 0:
             found.append(Way("seer", size, f"seer:page={page}", _index(IndexRecipe("seer", page, steps=steps))))
@@ -89,10 +78,6 @@ def ways(steps: int, head_dim: int, seal: int) -> list[Way]:
 
 def _codes(parts: int, steps: int, mean: str = "rope") -> Train:
     return lambda traces, out: train_codes(traces, out, CodesRecipe(parts, distil=steps, ahead=0, mean=mean))
-
-
-def _calibrated(method: str) -> Train:
-    return lambda traces, out: calibrate(traces, method, out)
 
 
 def _index(recipe: IndexRecipe) -> Train:
