@@ -8,13 +8,13 @@ fraction), the score here is 0.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparseattn.evaluation.metrics.libraries import rouge_scorer
 from sparseattn.evaluation.metrics.text import chinese_text, overlap, squad_text
 
+DIGITS = 4300  # of a number, the most that Python reads
 _MARKS = "\n:\"'.,?!{}"  # what words are cut at
 _NUMBER = re.compile(r"\d+\.\d+|\d+")
 
@@ -130,7 +130,7 @@ def math_calc(response: str, label: Any) -> float:
 
 def _is(digits: str, number: int) -> bool:
     """Whether digits, perhaps with a sign, are a number. A response may have more than Python reads, and then not."""
-    return len(digits) <= sys.int_info.default_max_str_digits and int(digits) == number
+    return len(digits) <= DIGITS and int(digits) == number
 
 
 def by_label(
