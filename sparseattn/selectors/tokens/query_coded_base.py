@@ -45,22 +45,25 @@ class QueryCoded(LearnsFromQueries, FromCalibration, ProductCoded):
 
     def __init__(
         self,
-        *,
-        subspaces: int,
-        bits: int,
-        metric: str,
-        sample: int,
-        share: float,
-        reach: float,
-        seed: int,
-        group: str,
-        ahead: int,
-        artefact: str,
-        additive: bool,
-        mean: str,
-        missed: float | None,
+        subspaces: int = 0,
+        bits: int = 4,
+        metric: str = "own",
+        sample: int = 8192,
+        share: float = 0.1,
+        reach: float = 0.5,
+        seed: int = 0,
+        group: str = "softmax",
+        ahead: int = 8192,
+        artefact: str = PROMPT,
+        page: int = 1,
+        additive: bool = False,
+        mean: str = "auto",
+        missed: float | None = None,
     ) -> None:
         ProductCoded.__init__(self, subspaces, bits, sample, seed, group)
+        if page < 1 or page & (page - 1):
+            raise ValueError(f"a page is a power of two rows, or 1, got {page}")
+        self.page = self.span = page
         check_share(share)
         check_least(ahead=(ahead, 0))
         if metric not in METRICS:

@@ -21,7 +21,6 @@ from sparseattn.kernels.product_codes.codes import ProductCodes, RankedCodes, Ta
 from sparseattn.kernels.product_codes.missed_rows import MissedRows, record_bytes
 from sparseattn.selectors.abilities import ChoosesAtOnce, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
-from sparseattn.selectors.tokens.calibrated_base import PROMPT
 from sparseattn.selectors.tokens.query_coded_base import QueryCoded
 
 Self = TypeVar("Self", bound="QueryPQ")
@@ -94,42 +93,6 @@ class QueryPQ(ChoosesAtOnce, RanksListed, QueryCoded):
 
     operators = 24
     _ranked: RankedCodes | None = None  # every row, as `chosen_by` said last
-
-    def __init__(
-        self,
-        subspaces: int = 0,
-        bits: int = 4,
-        metric: str = "own",
-        sample: int = 8192,
-        share: float = 0.1,
-        reach: float = 0.5,
-        seed: int = 0,
-        group: str = "softmax",
-        ahead: int = 8192,
-        artefact: str = PROMPT,
-        page: int = 1,
-        additive: bool = False,
-        mean: str = "auto",
-        missed: float | None = None,
-    ) -> None:
-        if page < 1 or page & (page - 1):
-            raise ValueError(f"a page is a power of two rows, or 1, got {page}")
-        super().__init__(
-            subspaces=subspaces,
-            bits=bits,
-            metric=metric,
-            sample=sample,
-            share=share,
-            reach=reach,
-            seed=seed,
-            group=group,
-            ahead=ahead,
-            artefact=artefact,
-            additive=additive,
-            mean=mean,
-            missed=missed,
-        )
-        self.page = self.span = page
 
     def append(self, rows: Rows) -> None:
         self._ranked = None  # storage may be replaced
